@@ -1,0 +1,33 @@
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= dev
+RUN = $(VENV)/bin/python
+
+.PHONY: help demo test lint format clean
+
+help:            ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1 \t/p' $(MAKEFILE_LIST)
+
+demo: $(VENV)/installed         ## train a network on digits under three policies and compare them
+	$(RUN) examples/digits.py
+
+test: $(VENV)/installed         ## the whole suite, doctests included
+	$(RUN) -m pytest -n 2 --cov --cov-report=term $(ARGS)
+
+lint: $(VENV)/installed         ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/installed       ## what ruff can mend by itself
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+clean:           ## remove what make made
+	rm -rf $(VENV) out
+
+$(VENV)/installed: pyproject.toml
+	@echo "Installing into $(VENV) (a minute or two, once) …"
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[$(EXTRAS)]"
+	@touch $@

@@ -1,0 +1,36 @@
+import os
+
+# Before JAX starts: simulated devices.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import jax
+import pytest
+
+# Dtypes are never promoted behind our back.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def standard_promotion():
+    """For what itself promotes: optax's Adam family takes a float to an integer power, and
+    `optax.apply_updates` adds a float32 update to a half-precision parameter."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _examples_promote(request):
+    """Doctests are what a user writes, under JAX's own default."""
+    if isinstance(request.node, pytest.DoctestItem):
+        request.getfixturevalue("standard_promotion")
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` run where there is one, and say so where there is none."""
+    if jax.default_backend() == "gpu":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))

@@ -1,0 +1,138 @@
+"""Gradients of a scaled loss, handed out unscaled."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_kit._loss_scale import LossScale
+from jmp_kit._tree import at_least_float32, is_array
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` with the backward pass scaled, so that float16 gradients survive it.
+
+        value = fun(x)        grads = grad(x -> loss_scale * fun(x)) / loss_scale
+
+    Called and answered like `jax.value_and_grad(fun, argnums, has_aux)`. The value is the loss as
+    `fun` computed it. Gradients are true ones, unscaled in float32 (float64 stays) with the scale
+    that scaled them, whatever the dtype of the parameters; where the backward pass overflowed
+    they are infinite or NaN, which `mixed_precision` looks for.
+
+    Args:
+      fun: returns a floating-point scalar, or a pair of it and anything if `has_aux`.
+      loss_scale: `NoOpLossScale()`, `StaticLossScale(2.0**15)`, a `DynamicLossScale`, or what
+        `loss_scale_of(opt_state)` finds.
+      argnums: which positional arguments to differentiate by.
+      has_aux: whether `fun` returns a pair.
+      allow_int: whether integer arguments may be differentiated by (gradients of dtype float0).
+
+    Returns:
+      A function of `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`.
+
+    Raises:
+      TypeError: if `fun` is not callable, `loss_scale` cannot scale, or, when called, the loss is
+        float16 or `fun` does not return the pair that `has_aux` announces.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jmp_kit
+      >>> def loss_fn(w):
+      ...     return 1e-8 * w.astype(jnp.float32)
+      >>> w = jnp.float16(1)
+      >>> float(jax.grad(loss_fn)(w))  # 1e-8 is no float16
+      0.0
+      >>> loss, grad = jmp_kit.value_and_grad(loss_fn, jmp_kit.StaticLossScale(2.0**15))(w)
+      >>> f"{grad:.2e} {grad.dtype}"
+      '1.00e-08 float32'
+
+    Source: Micikevicius et al. 2018, section 3.2, https://arxiv.org/abs/1710.03740
+    """
+    _check(fun, loss_scale)
+
+    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        value = fun(*args, **kwargs)
+        loss = _loss_of(value, has_aux)
+        return loss_scale.scale(loss), value
+
+    scaled_grad = jax.grad(scaled, argnums, has_aux=True, allow_int=allow_int)
+
+    @functools.wraps(fun)
+    def value_and_unscaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        grads, value = scaled_grad(*args, **kwargs)
+        return value, loss_scale.unscale(jax.tree.map(at_least_float32, grads))
+
+    return value_and_unscaled_grad
+
+
+def grad(
+    fun: Callable[..., Any],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    allow_int: bool = False,
+) -> Callable[..., Any]:
+    """`jax.grad` with the backward pass scaled: `value_and_grad` without the value.
+
+    Args:
+      fun, loss_scale, argnums, has_aux, allow_int: as for `value_and_grad`.
+
+    Returns:
+      A function of `fun`'s arguments that returns `grads`, or `(grads, aux)`.
+
+    Raises:
+      TypeError: as `value_and_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_kit
+      >>> loss_scale = jmp_kit.StaticLossScale(2.0**10)
+      >>> float(jmp_kit.grad(lambda w: w**2, loss_scale)(jnp.float32(3)))
+      6.0
+    """
+    with_value = value_and_grad(fun, loss_scale, argnums, has_aux, allow_int=allow_int)
+
+    @functools.wraps(fun)
+    def unscaled_grad(*args: Any, **kwargs: Any) -> Any:
+        value, grads = with_value(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return unscaled_grad
+
+
+def _check(fun: Any, loss_scale: Any) -> None:
+    if not callable(fun):
+        raise TypeError(
+            f"The first argument is the loss function, but {fun!r} is not callable. "
+            "Write value_and_grad(loss_fn, loss_scale)(params, batch)."
+        )
+    if not (hasattr(loss_scale, "scale") and hasattr(loss_scale, "unscale")):
+        raise TypeError(
+            f"The loss scale is {loss_scale!r}, which cannot scale a loss. Write "
+            "StaticLossScale(2.0**15) for a constant, NoOpLossScale() for none, or "
+            "loss_scale_of(opt_state) for the one that mixed_precision keeps."
+        )
+
+
+def _loss_of(value: Any, has_aux: bool) -> Any:
+    if has_aux and not (isinstance(value, tuple) and len(value) == 2):
+        raise TypeError(
+            f"has_aux=True announces a pair (loss, aux), but the function returned {value!r}. "
+            "Return the pair, or leave has_aux out."
+        )
+    loss = value[0] if has_aux else value
+    if is_array(loss) and loss.dtype == jnp.float16:
+        raise TypeError(
+            "The loss is float16, which ends at 65504: multiplied by the loss scale it would "
+            "overflow, and averaging it over a batch loses digits. Compute it in float32: cast "
+            "the logits with logits.astype(jnp.float32) before the loss."
+        )
+    return loss

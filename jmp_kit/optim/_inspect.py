@@ -1,0 +1,132 @@
+"""Reading what `mixed_precision` keeps, wherever in an optimizer's state it lies."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_kit._loss_scale import LossScale
+from jmp_kit.optim._mixed_precision import MixedPrecisionState
+
+
+def loss_scale_of(opt_state: Any) -> LossScale:
+    """The loss scale that `mixed_precision` keeps in an optimizer's state.
+
+    Args:
+      opt_state: any pytree with one `MixedPrecisionState` in it, however deep: in an
+        `optax.chain`, `MultiSteps`, `inject_hyperparams`, or a whole Flax `TrainState`.
+
+    Returns:
+      The loss scale to hand to `value_and_grad`.
+
+    Raises:
+      ValueError: if there is none in it, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_kit, optax
+      >>> scaled = jmp_kit.mixed_precision(optax.sgd(0.1), jmp_kit.DynamicLossScale(1024.0))
+      >>> optimizer = optax.chain(optax.clip_by_global_norm(1.0), scaled)
+      >>> opt_state = optimizer.init({"w": jnp.ones(2)})
+      >>> float(jmp_kit.loss_scale_of(opt_state).loss_scale)
+      1024.0
+    """
+    return _find(opt_state).loss_scale
+
+
+def metrics(opt_state: Any) -> dict[str, jax.Array]:
+    """Scalars for the log: how the loss scale does and how many steps were skipped.
+
+    Args:
+      opt_state: as for `loss_scale_of`.
+
+    Returns:
+      "loss_scale" (float32[]), "finite" (bool[], did the last step apply), "skipped" (int32[], in
+      all) and "consecutive_skipped" (int32[], in a row). It may be called under jit.
+
+    Raises:
+      ValueError: as `loss_scale_of`.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_kit, optax
+      >>> optimizer = jmp_kit.mixed_precision(optax.sgd(0.1), jmp_kit.DynamicLossScale(1024.0))
+      >>> opt_state = optimizer.init({"w": jnp.ones(2)})
+      >>> {name: x.item() for name, x in jmp_kit.metrics(opt_state).items()}
+      {'loss_scale': 1024.0, 'finite': True, 'skipped': 0, 'consecutive_skipped': 0}
+    """
+    state = _find(opt_state)
+    return {
+        "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
+        "finite": state.finite,
+        "skipped": state.skipped,
+        "consecutive_skipped": state.consecutive_skipped,
+    }
+
+
+def raise_if_diverged(opt_state: Any, max_consecutive_skips: int = 50) -> None:
+    """Stop a run whose steps are all skipped: its parameters have ceased to move.
+
+    Waits for the device: call it outside jit, every hundred steps or so.
+
+    Args:
+      opt_state: as for `loss_scale_of`.
+      max_consecutive_skips: how many skipped steps in a row are still put up with. A scale that
+        starts far too high is found by halving, 1 skip a halving.
+
+    Raises:
+      FloatingPointError: if more were skipped; it says what the scale is and what to do.
+      ValueError: as `loss_scale_of`; or if it is called under jit.
+
+    Example:
+      >>> import jax.numpy as jnp, jmp_kit, optax
+      >>> optimizer = jmp_kit.mixed_precision(optax.sgd(0.1))
+      >>> jmp_kit.raise_if_diverged(optimizer.init({"w": jnp.ones(2)}))
+    """
+    state = _find(opt_state)
+    if isinstance(state.consecutive_skipped, jax.core.Tracer):
+        raise ValueError(
+            "raise_if_diverged reads numbers from the device and cannot do so while a program is "
+            "traced: call it outside jit, on the state that the train step returned."
+        )
+    in_a_row = int(state.consecutive_skipped)
+    if in_a_row <= max_consecutive_skips:
+        return
+    scale = float(state.loss_scale.loss_scale)
+    raise FloatingPointError(
+        f"The gradients of the last {in_a_row} steps were not finite, so all of them were skipped "
+        f"and the parameters do not move. The loss scale is {scale:g}. {_advice(state.loss_scale)}"
+    )
+
+
+def _advice(loss_scale: LossScale) -> str:
+    if float(loss_scale.loss_scale) > getattr(loss_scale, "min_loss_scale", 1):
+        return (
+            "It may still be too high: start with a lower one, or, if it is a StaticLossScale, "
+            "use a DynamicLossScale, which falls by itself."
+        )
+    return (
+        "It can fall no further, so scaling is not to blame: look for a division by zero or a "
+        "logarithm of it in the loss, for bad values in the data or in the parameters, and for "
+        "float16 activations over 65504 (bfloat16 has float32's range); lower the learning rate. "
+        "If optax.MultiSteps wraps mixed_precision, wrap it the other way round: one overflow "
+        "stays in its accumulator for good."
+    )
+
+
+def _find(opt_state: Any) -> MixedPrecisionState:
+    def is_state(node: Any) -> bool:
+        return isinstance(node, MixedPrecisionState)
+
+    nodes, _ = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_state)
+    found = {jax.tree_util.keystr(path): node for path, node in nodes if is_state(node)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    if found:
+        raise ValueError(
+            f"This optimizer state holds {len(found)} mixed_precision states, each with a loss "
+            f"scale of its own: at {', '.join(found)}. Pass the one you mean, or wrap the whole "
+            "optimizer in a single mixed_precision."
+        )
+    raise ValueError(
+        f"There is no mixed_precision state in this {type(opt_state).__name__}. Make the optimizer "
+        "with mixed_precision(optax.adamw(3e-4), DynamicLossScale()) and pass what its init gave."
+    )

@@ -1,0 +1,88 @@
+"""The house: who may import whom, and what an import of the package loads."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import jmp_kit
+
+PACKAGE = pathlib.Path(jmp_kit.__file__).parent
+ROOT = PACKAGE.parent
+
+FLOORS = {
+    "_version": 0,
+    "_dtypes": 0,
+    "_tree": 0,
+    "_rounding": 0,
+    "_policy": 1,
+    "_loss_scale": 2,
+    "_grad": 3,
+    "optim": 4,
+    "__init__": 7,
+}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: pathlib.Path) -> str:
+    """The file, or the folder, directly under the package."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: pathlib.Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            modules = [node.module]
+            if node.module == "jmp_kit":
+                modules = [f"jmp_kit.{alias.name}" for alias in node.names]
+        rooms |= {m.split(".")[1] for m in modules if m.startswith("jmp_kit.")}
+    return rooms
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_imports_only_from_lower_floors(path):
+    room = room_of(path)
+    for other in imported_rooms(path) - {room}:
+        assert FLOORS[other] < FLOORS[room], f"{room} imports {other}, from its floor or above"
+
+
+def test_the_floor_check_sees_the_imports_there_are():
+    assert imported_rooms(PACKAGE / "_grad.py") == {"_loss_scale", "_tree"}
+    assert imported_rooms(PACKAGE / "optim" / "_inspect.py") == {"_loss_scale", "optim"}
+
+
+@pytest.mark.parametrize("folder", ["jmp_kit", "examples", "benchmarks", "tests"])
+def test_nothing_uses_private_jax(folder):
+    private = "jax." + "_src"
+    for path in (ROOT / folder).rglob("*.py"):
+        assert private not in path.read_text(), path
+
+
+def test_importing_loads_no_framework():
+    loaded = "import sys, jmp_kit; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    result = subprocess.run(
+        [sys.executable, "-c", loaded], capture_output=True, text=True, check=True
+    )
+    modules = set(result.stdout.split())
+    assert {"jmp_kit", "jax", "optax"} <= modules
+    assert not modules & {"flax", "orbax", "matplotlib", "haiku", "equinox", "torch", "jmp"}
+
+
+def test_importing_starts_no_backend():
+    # Or `jax.distributed.initialize()` could not be called after it.
+    code = (
+        "import jax, jmp_kit\n"
+        "jax.config.update('jax_platforms', 'nonsense')\n"
+        "try: jax.devices()\n"
+        "except RuntimeError: print('not started')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "not started", result.stderr

@@ -1,0 +1,47 @@
+"""What the documentation shows runs, and nothing public is without it."""
+
+import inspect
+import pathlib
+import re
+
+import pytest
+
+import jmp_kit
+
+ROOT = pathlib.Path(jmp_kit.__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+PUBLIC = [
+    name
+    for name, value in vars(jmp_kit).items()
+    if not name.startswith("_") and not inspect.ismodule(value) and name != "LossScale"
+]
+
+
+def test_the_public_names_are_those_of_the_contract():
+    assert set(PUBLIC) | {"LossScale"} == {
+        *("half_dtype", "all_finite", "select_tree"),
+        *("Policy", "get_policy", "cast_to_half", "cast_to_full"),
+        *("LossScale", "NoOpLossScale", "StaticLossScale", "DynamicLossScale"),
+        *("value_and_grad", "grad"),
+        *("mixed_precision", "MixedPrecisionState"),
+        *("loss_scale_of", "metrics", "raise_if_diverged"),
+    }
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_has_an_example_that_runs(name):
+    # That it runs is seen by --doctest-modules, which pyproject.toml switches on.
+    doc = inspect.getdoc(getattr(jmp_kit, name))
+    assert ">>> " in doc
+    assert f"jmp_kit.{name}" in doc or name == "MixedPrecisionState"
+
+
+@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_the_readme_runs(block, standard_promotion):
+    exec(block, {})
+
+
+def test_the_readme_has_the_two_commands():
+    assert "make demo" in README
+    assert "make test" in README
