@@ -20,8 +20,8 @@ lint: $(VENV)/installed         ## ruff and mypy
 	$(VENV)/bin/mypy
 
 format: $(VENV)/installed       ## what ruff can mend by itself
-	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
 
 clean:           ## remove what make made
 	rm -rf $(VENV) out

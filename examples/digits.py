@@ -33,7 +33,7 @@ from sklearn.model_selection import train_test_split
 import jmp_kit
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
+import matplotlib.pyplot as plt
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 BATCH_SIZE = 128
@@ -55,7 +55,7 @@ class Network(nn.Module):
 
 def make_train_step(
     policy: jmp_kit.Policy, optimizer: optax.GradientTransformation
-) -> Callable[..., Any]:
+) -> jax.stages.Wrapped:
     """The train step of any policy. This is all there is to mixed precision."""
 
     def loss_fn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
@@ -85,7 +85,8 @@ def make_optimizer(policy: jmp_kit.Policy, steps: int) -> optax.GradientTransfor
 def predict(policy: jmp_kit.Policy, params: Any, images: jax.Array) -> jax.Array:
     """Logits in the output dtype, computed in the compute dtype."""
     params, images = policy.cast_to_compute((params, images))
-    return policy.cast_to_output(Network().apply({"params": params}, images))
+    logits: Any = Network().apply({"params": params}, images)
+    return policy.cast_to_output(logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Run:
     final_loss_scale: float
     accuracy: float  # on the held-out test images, 0 to 1
     step_seconds: float  # median
-    temporary_bytes: int  # of the compiled train step
+    temporary_bytes: int | None  # of the compiled train step, where the compiler tells
 
     @property
     def final_loss(self) -> float:
@@ -157,6 +158,7 @@ def train(
         on_step(losses[-1])
     jmp_kit.raise_if_diverged(opt_state)
 
+    memory = train_step.memory_analysis()
     logits = jax.jit(lambda params, images: predict(policy, params, images))(params, test_images)
     return Run(
         policy=policy_name,
@@ -166,7 +168,7 @@ def train(
         final_loss_scale=float(jmp_kit.metrics(opt_state)["loss_scale"]),
         accuracy=float(np.mean(np.argmax(logits, axis=-1) == test_labels)),
         step_seconds=statistics.median(seconds),
-        temporary_bytes=train_step.memory_analysis().temp_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes if memory else None,
     )
 
 
@@ -192,7 +194,7 @@ def table_of(runs: list[Run]) -> Table:
             str(len(run.skipped)),
             f"2^{math.log2(run.final_loss_scale):g}",
             f"{run.step_seconds * 1e3:.1f} ms",
-            f"{run.temporary_bytes / 2**20:.2f} MiB",
+            "unknown" if run.temporary_bytes is None else f"{run.temporary_bytes / 2**20:.2f} MiB",
         )
     return table
 

@@ -224,6 +224,8 @@ class DynamicLossScale(_Scaling):
         else:
             overflow_count = jnp.where(finite, 0, jnp.minimum(self.overflows + 1, self.hysteresis))
             overflows, back_off = [overflow_count], overflow_count == self.hysteresis
+        assert self.max_loss_scale is not None
+        assert self.backoff_factor is not None  # both resolved at construction
         grown = jnp.minimum(self.loss_scale * self.factor, self.max_loss_scale)
         shrunk = jnp.maximum(self.loss_scale * self.backoff_factor, self.min_loss_scale)
         loss_scale = jnp.where(grow & jnp.isfinite(grown), grown, self.loss_scale)

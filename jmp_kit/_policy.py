@@ -1,7 +1,7 @@
 """Policies: which dtype parameters, compute and outputs have."""
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -98,7 +98,7 @@ class Policy:
         >>> str(jmp_kit.get_policy("half").with_output_dtype("f32"))
         'p=f16,c=f16,o=f32'
         """
-        return dataclasses.replace(self, output_dtype=output_dtype)
+        return Policy(self.param_dtype, self.compute_dtype, output_dtype)
 
     def __str__(self) -> str:
         param, compute, output = map(short_name, dataclasses.astuple(self))

@@ -49,10 +49,13 @@ def test_it_has_jax_s_structure(loss_scale, argnums, has_aux):
         loss = loss_fn(params, x)
         return (loss, {"x": x, "n": 3}) if has_aux else loss
 
-    equal_trees = jax.tree.map(np.array_equal, *(
-        f(fun, *scale, argnums=argnums, has_aux=has_aux)(params, x)
-        for f, scale in ((jax.value_and_grad, ()), (value_and_grad, (loss_scale,)))
-    ))
+    equal_trees = jax.tree.map(
+        np.array_equal,
+        *(
+            f(fun, *scale, argnums=argnums, has_aux=has_aux)(params, x)
+            for f, scale in ((jax.value_and_grad, ()), (value_and_grad, (loss_scale,)))
+        ),
+    )
     assert all(jax.tree.leaves(equal_trees))
     ours = grad(fun, loss_scale, argnums, has_aux)(params, x)
     assert jax.tree.structure(ours) == jax.tree.structure(

@@ -69,9 +69,7 @@ POWERS = st.integers(-10, 10).map(lambda e: 2.0**e)
     above=st.none() | st.integers(0, 5),
     hysteresis=st.integers(1, 4),
 )
-def test_the_walk_is_the_rule(
-    history, start, period, factor, below, backoff, above, hysteresis
-):
+def test_the_walk_is_the_rule(history, start, period, factor, below, backoff, above, hysteresis):
     # Powers of two, so that float32 and Python's float64 agree to the last bit.
     least, most = 2.0 ** (start - below), None if above is None else 2.0 ** (start + above)
     loss_scale = DynamicLossScale(
@@ -116,9 +114,7 @@ def grad_scaler_rule(history, *, start, growth, backoff, interval):
 @settings(max_examples=50, deadline=None)
 @given(HISTORIES, st.integers(1, 6), st.sampled_from([2.0, 4.0]), st.sampled_from([0.5, 0.25]))
 def test_the_walk_is_that_of_grad_scaler(history, interval, growth, backoff):
-    loss_scale = DynamicLossScale(
-        2.0**16, 0, interval, growth, 2.0**-120, backoff_factor=backoff
-    )
+    loss_scale = DynamicLossScale(2.0**16, 0, interval, growth, 2.0**-120, backoff_factor=backoff)
     want = grad_scaler_rule(
         history, start=2.0**16, growth=growth, backoff=backoff, interval=interval
     )

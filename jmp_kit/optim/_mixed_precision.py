@@ -156,26 +156,20 @@ def mixed_precision(
             cast_like(grads, full), state.inner_state, full, **extra_args
         )
 
-        def land(param: Any, full: Any, update: Any) -> _Landing:
-            if not _is_narrow(param):
-                return _Landing(update, None)
-            update, landed = _land(param, full + update)
-            return _Landing(update, way.keep(landed))
+        def land(param: Any, kept: Any, full: Any, update: Any) -> _Landing:
+            if _is_narrow(param):
+                update, landed = _land(param, full + update)
+                kept = select_tree(finite, way.keep(landed), kept)
+            # -0.0 is the update that changes nothing, neither 0.0 nor -0.0.
+            return _Landing(jnp.where(finite, update, jnp.full_like(update, -0.0)), kept)
 
-        landings = jax.tree.map(land, params, full, cast_like(updates, full))
-        updates, masters = (
-            jax.tree.map(lambda x: x[i], landings, is_leaf=lambda x: isinstance(x, _Landing))
-            for i in range(2)
-        )
+        landings = jax.tree.map(land, params, state.master, full, cast_like(updates, full))
         inner_state = cast_like(inner_state, state.inner_state)
-        inner_state, masters = select_tree(
-            finite, (inner_state, masters), (state.inner_state, state.master)
-        )
         in_a_row = optax.safe_increment(state.consecutive_skipped)
-        return jax.tree.map(lambda u: _unless_skipped(finite, u), updates), MixedPrecisionState(
+        return _each("update", landings), MixedPrecisionState(
             loss_scale=state.loss_scale.adjust(finite),
-            inner_state=inner_state,
-            master=masters,
+            inner_state=select_tree(finite, inner_state, state.inner_state),
+            master=_each("master", landings),
             finite=finite,
             skipped=jnp.where(finite, state.skipped, optax.safe_increment(state.skipped)),
             consecutive_skipped=jnp.where(finite, 0, in_a_row),
@@ -196,14 +190,17 @@ def _land(param: jax.Array, full: jax.Array) -> tuple[jax.Array, jax.Array]:
     the master, whose rounding the parameter is.
     """
     source, target = widened(param), round_to(full, param.dtype)
-    # -0.0 is the update that changes nothing, of 0.0, -0.0 and infinities neither.
+    # The difference of an infinite parameter and itself would be NaN.
     update = jnp.where(source == target, -0.0, target - source)
     landed = round_to(source + update, param.dtype)
     return update, jnp.where(landed == target, full, landed)
 
 
-def _unless_skipped(finite: jax.Array, update: jax.Array) -> jax.Array:
-    return jnp.where(finite, update, jnp.full_like(update, -0.0))
+def _each(field: str, landings: Any) -> Any:
+    def is_landing(node: Any) -> bool:
+        return isinstance(node, _Landing)
+
+    return jax.tree.map(lambda landing: getattr(landing, field), landings, is_leaf=is_landing)
 
 
 def _strongly_typed(x: Any) -> Any:

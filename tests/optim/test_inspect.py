@@ -15,6 +15,9 @@ from jmp_kit import (
     raise_if_diverged,
 )
 
+# optax.MultiSteps promotes: see the fixture.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 PARAMS = {"w": jnp.ones(2)}
 
 

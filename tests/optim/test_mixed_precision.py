@@ -61,7 +61,10 @@ def bits(tree):
 
 
 def make_step(optimizer):
-    @jax.jit
+    return jax.jit(one_step(optimizer))
+
+
+def one_step(optimizer):
     def step(params, state, grads):
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -93,6 +96,8 @@ def test_an_overflow_changes_nothing_but_the_scale_and_the_counts(name, dtype):
         assert state.finite
         assert int(state.consecutive_skipped) == 0
         assert bits(params) != before
+        masters = jax.tree.map(lambda m: m.astype(dtype), state.master)
+        assert dtype == jnp.float32 or bits(params) == bits(masters)
     assert step._cache_size() == 1
 
 
@@ -118,29 +123,22 @@ def test_what_was_skipped_leaves_no_trace(name):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda d: jnp.dtype(d).name)
 def test_half_parameters_are_the_rounded_parameters_of_a_float32_run(name, dtype):
     """A thousand small steps, every one of them landing on the rounded master."""
+    # The same compiled program in both runs, and what follows it operation by operation: fused,
+    # the two would round differently, for XLA contracts a multiplication and an addition to one.
     inner = OPTIMIZERS[name]()
+    inner = optax.GradientTransformation(inner.init, jax.jit(inner.update))
     optimizer = mixed_precision(inner, DynamicLossScale())
+    step, full_step = one_step(optimizer), one_step(inner)
     params = make_params(dtype)
     full = jax.tree.map(lambda p: p.astype(jnp.float32), params)
-
-    def both(carry, i):
-        params, state, full, full_state = carry
-        grads = jax.tree.map(lambda g: 1e-2 * g, make_grads(params, i))
-        updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        updates, full_state = inner.update(grads, full_state, full)
-        full = optax.apply_updates(full, updates)
-        landed = jax.tree.map(lambda p, f: (p == f.astype(p.dtype)).all(), params, full)
-        same = jax.tree.map(lambda m, f: (m == f).all(), state.master, full)
-        return (params, state, full, full_state), (landed, same)
-
     state, full_state = optimizer.init(params), inner.init(full)
-    full_state = jax.tree.map(lambda x: jnp.asarray(x, x.dtype), full_state)
-    _, checks = jax.jit(lambda c: jax.lax.scan(both, c, jnp.arange(1000)))(
-        (params, state, full, full_state)
-    )
-    for check in jax.tree.leaves(checks):
-        assert check.all()
+    many_grads = jax.jit(lambda i: jax.tree.map(lambda g: 1e-2 * g, make_grads(params, i)))
+    for i in range(1000):
+        grads = many_grads(i)
+        params, state = step(params, state, grads)
+        full, full_state = full_step(full, full_state, grads)
+        assert bits(state.master) == bits(full)
+        assert bits(params) == bits(jax.tree.map(lambda f: f.astype(dtype), full))
 
 
 @pytest.mark.parametrize(("dtype", "step"), [(jnp.bfloat16, 1e-3), (jnp.float16, 1e-4)])
@@ -455,9 +453,7 @@ def test_every_device_takes_the_same_decision(axes):
     state = optimizer.init(params)
     specs = jax.tree.map(lambda x: spec if x.shape == (8,) else P(), state)
     step = jax.jit(
-        jax.shard_map(
-            shard_step, mesh=mesh, in_specs=(spec, specs, spec), out_specs=(spec, specs)
-        )
+        jax.shard_map(shard_step, mesh=mesh, in_specs=(spec, specs, spec), out_specs=(spec, specs))
     )
     skipped, after = step(params, state, jnp.ones(8).at[5].set(jnp.inf))
     assert bits(skipped) == bits(params)
@@ -547,9 +543,7 @@ def test_under_strict_promotion():
             "master is 'fp32', which is no way .* one of 'float32', 'none'",
         ),
         (
-            lambda: (o := mixed_precision(optax.sgd(0.1))).update(
-                jnp.ones(2), o.init(jnp.ones(2))
-            ),
+            lambda: (o := mixed_precision(optax.sgd(0.1))).update(jnp.ones(2), o.init(jnp.ones(2))),
             ValueError,
             r"needs the parameters.*optimizer.update\(grads, opt_state, params\)",
         ),
