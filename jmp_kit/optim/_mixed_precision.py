@@ -118,7 +118,8 @@ def mixed_precision(
         )
     way = MASTERS[master]
     if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
+        # Its own `gradient_transformation()` would drop the extra arguments.
+        inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     inner = optax.with_extra_args_support(inner)
 
     def full_precision(params: Any, master: Any) -> Any:
