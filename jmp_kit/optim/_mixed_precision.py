@@ -205,5 +205,7 @@ def _each(field: str, landings: Any) -> Any:
 
 
 def _strongly_typed(x: Any) -> Any:
-    # A weakly typed scalar in the state would be strongly typed after one step: a second trace.
-    return lax.convert_element_type(x, x.dtype) if is_array(x) else x
+    # A number or a weakly typed scalar would be a strongly typed array after one step, which
+    # compiles a second program.
+    numeric = is_array(x) or isinstance(x, bool | int | float | complex)
+    return lax.convert_element_type(x, jnp.result_type(x)) if numeric else x

@@ -314,10 +314,9 @@ def test_a_donated_state_does_not_delete_the_loss_scale_it_began_with():
     assert float(loss_scale.loss_scale) == 2.0**16
 
 
-def test_a_weakly_typed_state_is_made_strong():
-    weak = optax.GradientTransformation(
-        lambda params: jnp.asarray(1.0), lambda u, s, p=None: (u, s * 2.0)
-    )
+@pytest.mark.parametrize("start", [1.0, jnp.asarray(1.0), np.float32(1)], ids=repr)
+def test_a_weakly_typed_state_is_made_strong(start):
+    weak = optax.GradientTransformation(lambda params: start, lambda u, s, p=None: (u, s * 2.0))
     optimizer = mixed_precision(weak)
     step = make_step(optimizer)
     params = jnp.ones(2)
