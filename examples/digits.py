@@ -58,8 +58,9 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
     """The train step of any policy. This is all there is to mixed precision."""
 
+    @jmp_kit.autocast(policy)
     def loss_fn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
-        logits = predict(policy, params, images)
+        logits = predict(params, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     @jax.jit
@@ -82,11 +83,10 @@ def make_optimizer(policy: jmp_kit.Policy, steps: int) -> optax.GradientTransfor
     return jmp_kit.mixed_precision(optax.adamw(schedule), loss_scale)
 
 
-def predict(policy: jmp_kit.Policy, params: Any, images: jax.Array) -> jax.Array:
-    """Logits in the output dtype, computed in the compute dtype."""
-    params, images = policy.cast_to_compute((params, images))
+def predict(params: Any, images: jax.Array) -> jax.Array:
+    """Logits [batch, 10], wholly in float32 if nobody says otherwise."""
     logits: Any = Network().apply({"params": params}, images)
-    return policy.cast_to_output(logits)
+    return logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ def train(
     jmp_kit.raise_if_diverged(opt_state)
 
     memory = train_step.memory_analysis()
-    logits = jax.jit(lambda params, images: predict(policy, params, images))(params, test_images)
+    logits = jax.jit(jmp_kit.autocast(predict, policy))(params, test_images)
     return Run(
         policy=policy_name,
         losses=losses,

@@ -14,6 +14,9 @@ from jmp_kit._loss_scale import StaticLossScale as StaticLossScale
 from jmp_kit._loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_kit._grad import value_and_grad as value_and_grad
 from jmp_kit._grad import grad as grad
+from jmp_kit.autocast import autocast as autocast
+from jmp_kit.autocast import full_precision as full_precision
+from jmp_kit.autocast import PRODUCTS as PRODUCTS
 from jmp_kit.optim import MixedPrecisionState as MixedPrecisionState
 from jmp_kit.optim import mixed_precision as mixed_precision
 from jmp_kit.optim import loss_scale_of as loss_scale_of

@@ -20,6 +20,7 @@ FLOORS = {
     "_policy": 1,
     "_loss_scale": 2,
     "_grad": 3,
+    "autocast": 3,
     "optim": 4,
     "__init__": 7,
 }

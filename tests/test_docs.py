@@ -11,19 +11,22 @@ import jmp_kit
 ROOT = pathlib.Path(jmp_kit.__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
+CONSTANTS = {"LossScale", "PRODUCTS"}
+
 PUBLIC = [
     name
     for name, value in vars(jmp_kit).items()
-    if not name.startswith("_") and not inspect.ismodule(value) and name != "LossScale"
+    if not name.startswith("_") and not inspect.ismodule(value) and name not in CONSTANTS
 ]
 
 
 def test_the_public_names_are_those_of_the_contract():
-    assert set(PUBLIC) | {"LossScale"} == {
+    assert set(PUBLIC) | CONSTANTS == {
         *("half_dtype", "all_finite", "select_tree"),
         *("Policy", "get_policy", "cast_to_half", "cast_to_full"),
         *("LossScale", "NoOpLossScale", "StaticLossScale", "DynamicLossScale"),
         *("value_and_grad", "grad"),
+        *("autocast", "full_precision", "PRODUCTS"),
         *("mixed_precision", "MixedPrecisionState"),
         *("loss_scale_of", "metrics", "raise_if_diverged"),
     }

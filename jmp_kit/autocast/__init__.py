@@ -1,0 +1,22 @@
+"""Any function with its matrix products in half.
+
+The function is traced once, at its own dtypes, to a jaxpr, which is split and evaluated in parts:
+
+- A **product** (matrix product, convolution, ragged product) takes half operands and gives a half
+  result, so that both of its backward products are half too.
+- A **segment** is a run of other operations between products. It computes in float32, exactly as
+  it was traced; what leaves it on its way to a product, depends on a product and is large, is
+  stored in half. The backward pass computes it again, so that of a softmax or a norm only its half
+  inputs are kept.
+- The **epilogue** is what no product follows, the loss say: float32, as it was traced.
+
+    x: float32 -> product -> half -> segment -> half -> product -> half -> epilogue: float32
+
+`_flow` finds what depends on a product and what reaches one, `_evaluate` evaluates, `_calls` and
+`_custom_derivatives` rebuild calls, loops, branches and rules around what is inside them, and
+`_jaxpr` knows how JAX's versions differ.
+"""
+
+from jmp_kit.autocast._autocast import PRODUCTS as PRODUCTS
+from jmp_kit.autocast._autocast import autocast as autocast
+from jmp_kit.autocast._full_precision import full_precision as full_precision

@@ -1,0 +1,128 @@
+"""Custom derivatives, kept: their rules are traced by `jax.jvp` and `jax.vjp` and evaluated too."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jmp_kit.autocast._evaluator import Evaluator, inside, traced_and_run
+from jmp_kit.autocast._flow import bodies_of
+from jmp_kit.autocast._jaxpr import cut_out, settled
+
+
+def _smooth(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _no_tangent(shape: Sequence[int]) -> np.ndarray:
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+def _as_traced(eqn: JaxprEqn) -> Any:
+    """The call as a function of all its operands, in the dtypes it was traced with."""
+    [body] = bodies_of(eqn)
+    function, invars = cut_out(body.jaxpr, [eqn], eqn.outvars)
+    positions = [eqn.invars.index(var) for var in invars]
+    return lambda *args: function(*(args[i] for i in positions))
+
+
+def custom_jvp(
+    evaluator: Evaluator,
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    depends: Sequence[bool],
+    reaches: Sequence[bool],
+) -> Sequence[Any]:
+    """A call of a function with a rule of its own for `jax.jvp`."""
+    [body] = bodies_of(eqn)
+    call = jax.custom_jvp(inside(evaluator, body, depends, reaches))
+    as_traced, dtypes = _as_traced(eqn), [atom.aval.dtype for atom in eqn.invars]
+    n_in, outputs = len(operands), [var.aval for var in eqn.outvars]
+
+    @call.defjvp
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        smooth = [i for i, dtype in enumerate(dtypes) if _smooth(dtype)]
+
+        def both(*args: Any) -> list[Any]:
+            slopes = [_no_tangent(np.shape(x)) for x in primals]
+            for i, slope in zip(smooth, args[n_in:], strict=True):
+                slopes[i] = slope
+            values, slopes = jax.jvp(as_traced, args[:n_in], tuple(slopes))
+            return [*values, *(s for s, a in zip(slopes, outputs, strict=True) if _smooth(a.dtype))]
+
+        results, _ = traced_and_run(
+            evaluator,
+            both,
+            [*primals, *(tangents[i] for i in smooth)],
+            [*dtypes, *(dtypes[i] for i in smooth)],
+            [*depends, *(depends[i] for i in smooth)],
+        )
+        expected = [x.dtype for x in jax.eval_shape(call, *primals)]
+        values, slopes = settled(results[: len(outputs)], expected), iter(results[len(outputs) :])
+        return values, [
+            settled([next(slopes)], [x.dtype])[0] if _smooth(x.dtype) else _no_tangent(x.shape)
+            for x in values
+        ]
+
+    return call(*operands)
+
+
+def custom_vjp(
+    evaluator: Evaluator,
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    depends: Sequence[bool],
+    reaches: Sequence[bool],
+) -> Sequence[Any]:
+    """A call of a function with a rule of its own for `jax.vjp`."""
+    [body] = bodies_of(eqn)
+    call = jax.custom_vjp(inside(evaluator, body, depends, reaches))
+    as_traced, dtypes = _as_traced(eqn), [atom.aval.dtype for atom in eqn.invars]
+    smooth = [i for i, dtype in enumerate(dtypes) if _smooth(dtype)]
+    outputs = [var.aval for var in eqn.outvars]
+    residual_dtypes: list[Any] = []
+
+    def forward(*args: Any) -> tuple[list[Any], Any]:
+        treedef = None
+
+        def flat(*args: Any) -> list[Any]:
+            nonlocal treedef
+            values, pullback = jax.vjp(as_traced, *args)
+            leaves, treedef = jax.tree.flatten(pullback)
+            return [*values, *leaves]
+
+        results, found = traced_and_run(evaluator, flat, args, dtypes, depends)
+        residual_dtypes[:] = found[len(outputs) :]
+        expected = [x.dtype for x in jax.eval_shape(call, *args)]
+        pullback = jax.tree.unflatten(treedef, results[len(outputs) :])
+        like = [jnp.zeros((), x.dtype) for x in args]
+        return settled(results[: len(outputs)], expected), (pullback, like)
+
+    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        pullback, like = residuals
+        leaves, treedef = jax.tree.flatten(pullback)
+        received = [c for c, a in zip(cotangents, outputs, strict=True) if _smooth(a.dtype)]
+
+        def flat(*args: Any) -> list[Any]:
+            given = iter(args[len(leaves) :])
+            every = [next(given) if _smooth(a.dtype) else _no_tangent(a.shape) for a in outputs]
+            results = jax.tree.unflatten(treedef, args[: len(leaves)])(every)
+            return [results[i] for i in smooth]
+
+        results, _ = traced_and_run(
+            evaluator,
+            flat,
+            [*leaves, *received],
+            [*residual_dtypes, *(a.dtype for a in outputs if _smooth(a.dtype))],
+            [True] * (len(leaves) + len(received)),
+        )
+        given = dict(zip(smooth, results, strict=True))
+        return tuple(
+            settled([given[i]], [x.dtype])[0] if i in given else None for i, x in enumerate(like)
+        )
+
+    call.defvjp(forward, backward)
+    return call(*operands)

@@ -1,0 +1,162 @@
+"""Evaluating a jaxpr: products in half, segments between them in float32 and stored in half."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from jmp_kit.autocast._calls import CALLS
+from jmp_kit.autocast._flow import Flow, bodies_of
+from jmp_kit.autocast._jaxpr import cast, cut_out, is_float32, is_var, retyped, widen
+
+# What a segment's backward pass does not compute again, for it is small or costly.
+_KEPT = ("reduce_", "sort", "top_k", "gather", "scatter", "cum", "while", "scan", "argm", "random_")
+
+# A value this many times smaller than the largest of its segment is not worth storing in half.
+_SMALL = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """How to evaluate: in which 16-bit dtype, with which products, recomputing or not."""
+
+    half: np.dtype
+    flow: Flow
+    recompute: bool
+    in_loop: bool = False
+
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        depends: Sequence[bool],
+        reaches: Sequence[bool],
+    ) -> list[Any]:
+        """The results of a jaxpr.
+
+        What was float32 when the program was traced may come in, and go out, in half.
+
+        Args:
+          depends: of each argument, whether it depends on a product.
+          reaches: of each result, whether a product can be reached from it.
+        """
+        depending = self.flow.depending(jaxpr, depends)
+        reaching = self.flow.reaching(jaxpr, reaches)
+        env: dict[Var, Any] = {}
+        env.update(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if is_var(v)}
+        last_use |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if is_var(v)}
+
+        def is_special(numbered: tuple[int, JaxprEqn]) -> bool:
+            return self.flow.is_product(numbered[1]) or self.flow.holds_product(numbered[1])
+
+        for special, group in itertools.groupby(enumerate(jaxpr.eqns), is_special):
+            numbered = list(group)
+            if not special:
+                eqns = [eqn for _, eqn in numbered]
+                end = numbered[-1][0]
+                leaving = {v for e in eqns for v in e.outvars if last_use.get(v, -1) > end}
+                self._segment(jaxpr, eqns, leaving, env, depending, reaching)
+                continue
+            for _, eqn in numbered:
+                if self.flow.is_product(eqn):
+                    operands = [env[a] if is_var(a) else a.val for a in eqn.invars]
+                    results = self._product(jaxpr, eqn, operands)
+                else:
+                    results = self._call(jaxpr, eqn, env, depending, reaching)
+                env.update(zip(eqn.outvars, results, strict=True))
+        return [env[atom] if is_var(atom) else atom.val for atom in jaxpr.outvars]
+
+    def inside_loop(self) -> "Evaluation":
+        """The same, for the body of a loop, where recomputation needs no barrier."""
+        return dataclasses.replace(self, in_loop=True)
+
+    def _product(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+        def half_of(atom: Any) -> Var:
+            return retyped(atom, self.half if is_float32(atom) else atom.aval.dtype)
+
+        invars, outvars = ([half_of(a) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
+        params = dict(eqn.params)
+        if is_float32(eqn.outvars[0]):
+            params["preferred_element_type"] = self.half
+        halved = eqn.replace(invars=invars, outvars=outvars, params=params)
+        function, _ = cut_out(jaxpr, [halved], outvars)
+        return function(*(cast(x, v.aval.dtype) for x, v in zip(operands, invars, strict=True)))
+
+    def _call(
+        self,
+        jaxpr: Jaxpr,
+        eqn: JaxprEqn,
+        env: dict[Var, Any],
+        depending: set[Var],
+        reaching: set[Var],
+    ) -> Sequence[Any]:
+        if not bodies_of(eqn):
+            function, invars = cut_out(jaxpr, [eqn], eqn.outvars)
+            return function(*(widen(env[v], v) for v in invars))
+        operands = [env[a] if is_var(a) else a.val for a in eqn.invars]
+        depends = [is_var(a) and a in depending for a in eqn.invars]
+        reaches = [v in reaching for v in eqn.outvars]
+        return CALLS[eqn.primitive.name](self, eqn, operands, depends, reaches)
+
+    def _segment(
+        self,
+        jaxpr: Jaxpr,
+        eqns: list[JaxprEqn],
+        leaving: set[Var],
+        env: dict[Var, Any],
+        depending: set[Var],
+        reaching: set[Var],
+    ) -> None:
+        ordered = any(eqn.effects for eqn in eqns)
+        moving = [e for e in eqns if ordered or depending.intersection(e.outvars)]
+        # What depends on no product (masks, positions, random bits) is computed once, as traced.
+        fixed = [e for e in eqns if not ordered and not depending.intersection(e.outvars)]
+        wanted = leaving | {a for e in moving for a in e.invars if is_var(a)}
+        outvars = [v for e in fixed for v in e.outvars if v in wanted]
+        function, invars = cut_out(jaxpr, fixed, outvars)
+        env.update(zip(outvars, function(*(env[v] for v in invars)), strict=True))
+
+        outvars = [v for e in moving for v in e.outvars if v in leaving]
+        stored = self._stored(moving, outvars, depending, reaching)
+        function, invars = cut_out(jaxpr, moving, outvars)
+
+        def segment(*args: Any) -> list[Any]:
+            results = function(*(widen(x, v) for x, v in zip(args, invars, strict=True)))
+            return [
+                cast(x, self.half) if v in stored else x
+                for x, v in zip(results, outvars, strict=True)
+            ]
+
+        if self.recompute and not ordered and reaching.intersection(outvars):
+            segment = jax.checkpoint(segment, policy=self._is_kept, prevent_cse=not self.in_loop)
+        env.update(zip(outvars, segment(*(env[v] for v in invars)), strict=True))
+
+    def _is_kept(self, primitive: Any, *_: Any, **__: Any) -> bool:
+        # A product in a segment is one of a full-precision region.
+        return primitive.name in self.flow.products or primitive.name.startswith(_KEPT)
+
+    def _stored(
+        self, eqns: list[JaxprEqn], outvars: list[Var], depending: set[Var], reaching: set[Var]
+    ) -> set[Var]:
+        sizes = [_size(a) for e in eqns for a in (*e.invars, *e.outvars)]
+        return {
+            v
+            for v in outvars
+            if is_float32(v)
+            and v in depending
+            and v in reaching
+            and _size(v) * _SMALL >= max(sizes)
+        }
+
+
+def _size(atom: Any) -> int:
+    return math.prod(getattr(atom.aval, "shape", ()))

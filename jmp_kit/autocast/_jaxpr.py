@@ -1,0 +1,88 @@
+"""Jaxprs: what differs between versions of JAX, and pieces cut out of one.
+
+Up to JAX 0.11 a `ClosedJaxpr` holds a `Jaxpr` and its constants; from 0.12 they are one class.
+Up to 0.11 a scan says `num_consts` and `num_carry`; from 0.12 it has trees, `ft_in` and `ft_out`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+
+Atom = Any  # Var | Literal
+
+
+def is_var(atom: Atom) -> bool:
+    """Whether it is a variable: literals are written into the equation."""
+    return not isinstance(atom, Literal)
+
+
+def is_float32(atom: Atom) -> bool:
+    """Whether its values were float32 when the program was traced."""
+    return getattr(atom.aval, "dtype", None) == jnp.float32
+
+
+def opened(jaxpr: Any) -> tuple[Jaxpr, list[Any]]:
+    """An open jaxpr and its constants, of an open or a closed one."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return jaxpr.jaxpr, list(jaxpr.consts)
+    return jaxpr, []
+
+
+def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs among an equation's parameters."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr | Jaxpr):
+                yield opened(item)[0]
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def cut_out(
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Var]
+) -> tuple[Callable[..., Sequence[Any]], list[Var]]:
+    """Some equations of a jaxpr as a function, names and source lines kept, and its variables."""
+    produced = {var for eqn in eqns for var in eqn.outvars}
+    used = (atom for eqn in eqns for atom in eqn.invars if is_var(atom))
+    invars = list(dict.fromkeys(var for var in used if var not in produced))
+    piece = Jaxpr(
+        constvars=[],
+        invars=invars,
+        outvars=list(outvars),
+        eqns=list(eqns),
+        effects=set().union(*(eqn.effects for eqn in eqns)),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return jaxpr_as_fun(ClosedJaxpr(piece, [])), invars
+
+
+def retyped(atom: Atom, dtype: Any) -> Var:
+    """A new variable of the same shape and sharding, in another dtype."""
+    return Var(atom.aval.update(dtype=dtype, weak_type=False))
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """The value in this dtype."""
+    return lax.convert_element_type(x, dtype)
+
+
+def widen(x: Any, atom: Atom) -> Any:
+    """A value as it was when the program was traced: if it was stored in half, float32 again."""
+    return cast(x, jnp.float32) if is_float32(atom) else x
+
+
+def settled(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """The values in these dtypes."""
+    return [
+        x if jnp.result_type(x) == dtype else cast(x, dtype)
+        for x, dtype in zip(values, dtypes, strict=True)
+    ]

@@ -1,0 +1,138 @@
+"""Every program of the zoo, in both half formats."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jmp_kit import PRODUCTS, autocast
+from tests.autocast.zoo import PLAIN, ZOO
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # for Flax's sake
+
+HALVES = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
+
+policies = pytest.mark.parametrize("policy", HALVES)
+programs = pytest.mark.parametrize("name", ZOO)
+
+
+def products_of(fun, *args):
+    """The dtypes of all operands and results of every product of a function, however deep."""
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in PRODUCTS:
+                atoms = (*eqn.invars, *eqn.outvars)
+                found.append({a.aval.dtype for a in atoms if a.aval.dtype != jnp.int32})
+            for value in eqn.params.values():
+                for item in value if isinstance(value, tuple | list) else (value,):
+                    if isinstance(item, ClosedJaxpr | Jaxpr):
+                        visit(item.jaxpr if isinstance(item, ClosedJaxpr) else item)
+
+    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    return found
+
+
+def distance(a, b):
+    squares = [
+        (jnp.sum((x.astype(jnp.float32) - y) ** 2), jnp.sum(y**2))
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    ]
+    error, norm = map(sum, zip(*squares, strict=True))
+    return float(jnp.sqrt(error / norm))
+
+
+@programs
+@policies
+def test_products_are_half_and_as_many(name, policy):
+    fun, params, x = ZOO[name]
+    half = autocast(fun, policy)
+    for take in (lambda f: f, jax.grad) if name != "looping" else (lambda f: f,):
+        products = products_of(take(half), params, x)
+        assert products
+        assert all(dtypes == {jnp.dtype(HALVES[policy])} for dtypes in products)
+        assert len(products) == len(products_of(take(fun), params, x))
+
+
+@programs
+@policies
+def test_the_loss_and_the_gradient_are_those_of_float32(name, policy):
+    fun, params, x = ZOO[name]
+    half = autocast(fun, policy)
+    eps = float(jnp.finfo(HALVES[policy]).eps)
+    loss, grads = jax.jit(jax.value_and_grad(fun))(params, x)
+    half_loss, half_grads = jax.jit(jax.value_and_grad(half))(params, x)
+    np.testing.assert_allclose(half_loss, loss, rtol=8 * eps)
+    assert distance(half_grads, grads) < 16 * eps
+    dtypes = functools.partial(jax.tree.map, lambda x: (x.shape, x.dtype))
+    assert dtypes(half_grads) == dtypes(grads)
+    assert half_loss.dtype == jnp.float32
+    np.testing.assert_allclose(half(params, x), half_loss, rtol=8 * eps)
+
+
+@programs
+def test_without_recomputation_the_numbers_are_the_same(name):
+    fun, params, x = ZOO[name]
+    recomputed, kept = (
+        jax.jit(jax.grad(autocast(fun, "mixed_bfloat16", recompute=recompute)))(params, x)
+        for recompute in (True, False)
+    )
+    assert distance(recomputed, kept) < 0.02
+
+
+@programs
+def test_a_whole_train_step_may_be_wrapped(name):
+    fun, params, x = ZOO[name]
+
+    def step(params, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(fun)(params, x))
+
+    products = products_of(autocast(step, "mixed_bfloat16"), params, x)
+    assert all(dtypes == {jnp.dtype(jnp.bfloat16)} for dtypes in products)
+    assert len(products) == len(products_of(step, params, x))
+    updated = jax.jit(autocast(step, "mixed_bfloat16"))(params, x)
+    assert distance(updated, jax.jit(step)(params, x)) < 0.01
+
+
+# JAX has no vmap of this shard_map over 4 devices, nor of a ragged product's groups.
+@pytest.mark.parametrize("name", [n for n in PLAIN if n not in ("sharded", "experts")])
+def test_vmap_on_either_side(name):
+    fun, params, x = PLAIN[name]
+    many = jnp.stack([x, 2 * x])
+    outside = jax.vmap(autocast(fun, "mixed_bfloat16"), in_axes=(None, 0))
+    inside = autocast(jax.vmap(fun, in_axes=(None, 0)), "mixed_bfloat16")
+    want = jnp.stack([fun(params, x), fun(params, 2 * x)])
+    np.testing.assert_allclose(outside(params, many), want, rtol=0.06)
+    np.testing.assert_allclose(inside(params, many), want, rtol=0.06)
+
+
+@pytest.mark.parametrize("name", ["mlp", "scanned", "attention", "branching", "custom_forward"])
+def test_forward_mode_and_a_hessian(name):
+    fun, params, x = PLAIN[name]
+    half = autocast(fun, "mixed_float16")
+    _, slope = jax.jvp(fun, (params, x), (params, x))
+    _, half_slope = jax.jvp(half, (params, x), (params, x))
+    np.testing.assert_allclose(half_slope, slope, rtol=0.02)
+    hessian = jax.hessian(lambda s: fun(params, s * x))(1.0)
+    half_hessian = jax.hessian(lambda s: half(params, s * x))(1.0)
+    np.testing.assert_allclose(half_hessian, hessian, rtol=0.1)
+
+
+@programs
+def test_twice_is_once(name):
+    fun, params, x = ZOO[name]
+    once = autocast(fun, "mixed_bfloat16")
+    assert products_of(autocast(once, "mixed_bfloat16"), params, x) == products_of(once, params, x)
+    twice = autocast(once, "mixed_bfloat16")(params, x)
+    np.testing.assert_allclose(twice, once(params, x), rtol=1e-2)
+
+
+@programs
+def test_a_float32_policy_is_the_identity(name):
+    fun, params, x = ZOO[name]
+    same = jax.make_jaxpr(autocast(fun, "float32"))(params, x)
+    assert str(same) == str(jax.make_jaxpr(fun)(params, x))
