@@ -1,0 +1,129 @@
+"""Small programs that use each corner of lax once: autocast fails on none of them."""
+
+import jax
+import jax.ad_checkpoint
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_kit import autocast
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+X = jax.random.normal(jax.random.key(0), (6, 6))
+W = jax.random.normal(jax.random.key(1), (6, 6)) / 2.5
+
+
+def positive(w):
+    return jnp.eye(6) * 3 + w @ w.T
+
+
+def streaming_softmax(w, x):
+    def block(carry, keys):
+        peak, total, mean = carry
+        scores = x @ keys.T
+        new = jnp.maximum(peak, scores.max(-1))
+        weights, decay = jnp.exp(scores - new[:, None]), jnp.exp(peak - new)
+        return (new, total * decay + weights.sum(-1), mean * decay[:, None] + weights @ keys), None
+
+    start = jnp.full(6, -jnp.inf), jnp.zeros(6), jnp.zeros((6, 6))
+    (_, total, mean), _ = lax.scan(block, start, jnp.stack([w, x]))
+    return mean / total[:, None]
+
+
+def scan(body, start, n):
+    return lax.scan(lambda c, i: (body(c, i), None), start, jnp.arange(n))[0]
+
+
+PROGRAMS = {
+    "fft": lambda w, x: jnp.abs(jnp.fft.fft(x @ w)),
+    "complex": lambda w, x: jnp.abs((x @ w).astype(jnp.complex64) @ (w + 1j)),
+    "solve": lambda w, x: jnp.linalg.solve(positive(w), x @ w),
+    "inverse": lambda w, x: jnp.linalg.inv(positive(w)) @ x,
+    "svd": lambda w, x: jnp.linalg.svd(x @ w, compute_uv=False),
+    "eigh": lambda w, x: jnp.linalg.eigh(w @ w.T)[0],
+    "cholesky": lambda w, x: jnp.linalg.cholesky(positive(w)) @ x,
+    "linear_solve": lambda w, x: lax.custom_linear_solve(
+        lambda v: positive(w) @ v, x[0], lambda _, b: jnp.linalg.solve(positive(w), b), None, True
+    ),
+    "while": lambda w, x: lax.while_loop(
+        lambda c: (c[1] < 3) & (jnp.sum(c[0] @ w) > -1e9),
+        lambda c: (jnp.tanh(c[0] @ w), c[1] + 1),
+        (x, 0),
+    )[0],
+    "cond_in_scan": lambda w, x: scan(
+        lambda c, i: lax.cond(i % 2 == 0, lambda c: jnp.tanh(c @ w), lambda c: c * 0.5, c), x, 4
+    ),
+    "scan_in_scan": lambda w, x: scan(lambda c, _: scan(lambda d, _: jnp.tanh(d @ w), c, 2), x, 3),
+    "unused_carry": lambda w, x: scan(lambda c, _: (c[0] @ w, c[1]), (x, jnp.ones(3)), 2)[1],
+    "accumulating": lambda w, x: scan(lambda c, i: c + x @ w * i, jnp.zeros((6, 6)), 4),
+    "streaming_softmax": streaming_softmax,
+    "associative_scan": lambda w, x: lax.associative_scan(jnp.matmul, jnp.stack([w, w, x, w])),
+    "map": lambda w, x: lax.map(lambda row: jnp.tanh(row @ w), x),
+    "vmap": lambda w, x: jax.vmap(lambda row: jax.nn.softmax(row @ w) @ w)(x),
+    "einsum": lambda w, x: jnp.einsum("ij,jk,kl->il", x, w, x),
+    "scalars": lambda w, x: jnp.dot(x[0], w[0]) * jnp.dot(jnp.float32(2), x[0, 0]),
+    "sort": lambda w, x: jnp.sort(x @ w, axis=0) @ w,
+    "top_k": lambda w, x: lax.top_k(x @ w, 3)[0] @ w[:3],
+    "cumsum": lambda w, x: jnp.cumsum(x @ w, 0) @ w,
+    "cumlogsumexp": lambda w, x: lax.cumlogsumexp(x @ w) @ w,
+    "gather": lambda w, x: (x @ w)[jnp.argsort(x[:, 0])] @ w,
+    "scatter": lambda w, x: (x @ w).at[jnp.array([0, 2])].add(1.0) @ w,
+    "dynamic_update_slice": lambda w, x: lax.dynamic_update_slice(x @ w, x[:2, :2], (1, 1)) @ w,
+    "dynamic_slice": lambda w, x: lax.dynamic_slice(x @ w, (jnp.argmax(x[0]) // 4, 0), (2, 6)) @ w,
+    "reduce_window": lambda w, x: (
+        lax.reduce_window(x @ w, -jnp.inf, lax.max, (2, 2), (1, 1), "SAME") @ w
+    ),
+    "stop_gradient": lambda w, x: lax.stop_gradient(x @ w) * (x @ w),
+    "grad": lambda w, x: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x) @ w,
+    "hessian": lambda w, x: jax.hessian(lambda row: jnp.sum(jnp.tanh(row @ w) @ w))(x[0]),
+    "linearize": lambda w, x: jax.linearize(lambda a: jnp.tanh(a @ w), x)[1](x),
+    "vjp": lambda w, x: jax.vjp(lambda a: jnp.tanh(a @ w), x)[1](x)[0],
+    "clip": lambda w, x: jnp.clip(x @ w, -1, 1) @ w,
+    "special": lambda w, x: jax.scipy.special.i0e(jax.scipy.special.erf(x @ w)) @ w,
+    "integers": lambda w, x: jnp.argsort(x).astype(jnp.int32) @ jnp.ones((6, 6), jnp.int32) * 1.0,
+    "half_by_hand": lambda w, x: (
+        (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(x.dtype) @ w
+    ),
+    "random": lambda w, x: (
+        jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, (6, 6)), x @ w, 0) @ w
+    ),
+    "switch": lambda w, x: lax.switch(
+        jnp.argmax(x[0]) % 3, [lambda a: a @ w, lambda a: a, lambda a: (a @ w) @ w], x @ w
+    ),
+    "remat": lambda w, x: jax.checkpoint(lambda a: jnp.tanh(a @ w))(x) @ w,
+    "static": lambda w, x: jax.jit(lambda a, n: a @ w * n, static_argnums=1)(x, 2),
+    "attention": lambda w, x: jax.nn.dot_product_attention(*(a[None, :, None] for a in (x, w, x))),
+    "barrier": lambda w, x: lax.optimization_barrier(x @ w) @ w,
+    "callback": lambda w, x: (
+        jax.pure_callback(
+            lambda a: np.asarray(a) * 2,
+            jax.ShapeDtypeStruct((6, 6), jnp.float32),
+            lax.stop_gradient(x @ w),
+        )
+        @ w
+    ),
+    "named": lambda w, x: jax.ad_checkpoint.checkpoint_name(jnp.tanh(x @ w), "h") @ w,
+}
+
+NOT_REVERSIBLE = {"while"}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), [("mixed_bfloat16", 0.12), ("mixed_float16", 0.03)]
+)
+def test_it_runs_and_is_right(name, policy, tolerance):
+    def fun(w, x):
+        return jnp.sum(PROGRAMS[name](w, x) ** 2)
+
+    def check(half, full):
+        got, want = half(W, X), full(W, X)
+        assert got.dtype == want.dtype
+        assert jnp.linalg.norm(got - want) <= tolerance * (jnp.linalg.norm(want) + 1e-6)
+
+    check(autocast(fun, policy), fun)
+    if name not in NOT_REVERSIBLE:
+        check(jax.grad(autocast(fun, policy)), jax.grad(fun))
+        check(jax.jit(autocast(jax.grad(fun), policy)), jax.grad(fun))
