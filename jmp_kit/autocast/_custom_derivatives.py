@@ -1,14 +1,13 @@
 """Custom derivatives, kept: their rules are traced by `jax.jvp` and `jax.vjp` and evaluated too."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
-from jmp_kit.autocast._evaluator import Evaluator, inside, traced_and_run
+from jmp_kit.autocast._evaluator import Site, traced_and_run
 from jmp_kit.autocast._flow import bodies_of
 from jmp_kit.autocast._jaxpr import cut_out, settled
 
@@ -21,26 +20,21 @@ def _no_tangent(shape: Sequence[int]) -> np.ndarray:
     return np.zeros(shape, jax.dtypes.float0)
 
 
-def _as_traced(eqn: JaxprEqn) -> Any:
-    """The call as a function of all its operands, in the dtypes it was traced with."""
-    [body] = bodies_of(eqn)
-    function, invars = cut_out(body.jaxpr, [eqn], eqn.outvars)
-    positions = [eqn.invars.index(var) for var in invars]
-    return lambda *args: function(*(args[i] for i in positions))
+def _as_traced(site: Site) -> tuple[Callable[..., Sequence[Any]], list[Any]]:
+    """The call as a function of all its operands, and the dtypes it was traced with."""
+    [body] = bodies_of(site.eqn)
+    function, invars = cut_out(body.jaxpr, [site.eqn], site.eqn.outvars)
+    positions = [site.eqn.invars.index(var) for var in invars]
+    dtypes = [atom.aval.dtype for atom in site.eqn.invars]
+    return lambda *args: function(*(args[i] for i in positions)), dtypes
 
 
-def custom_jvp(
-    evaluator: Evaluator,
-    eqn: JaxprEqn,
-    operands: Sequence[Any],
-    depends: Sequence[bool],
-    reaches: Sequence[bool],
-) -> Sequence[Any]:
+def custom_jvp(site: Site) -> Sequence[Any]:
     """A call of a function with a rule of its own for `jax.jvp`."""
-    [body] = bodies_of(eqn)
-    call = jax.custom_jvp(inside(evaluator, body, depends, reaches))
-    as_traced, dtypes = _as_traced(eqn), [atom.aval.dtype for atom in eqn.invars]
-    n_in, outputs = len(operands), [var.aval for var in eqn.outvars]
+    [body] = bodies_of(site.eqn)
+    call = jax.custom_jvp(site.inside(body))
+    as_traced, dtypes = _as_traced(site)
+    n_in, outputs = len(site.operands), [var.aval for var in site.eqn.outvars]
 
     @call.defjvp
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -54,11 +48,11 @@ def custom_jvp(
             return [*values, *(s for s, a in zip(slopes, outputs, strict=True) if _smooth(a.dtype))]
 
         results, _ = traced_and_run(
-            evaluator,
+            site.evaluator,
             both,
             [*primals, *(tangents[i] for i in smooth)],
             [*dtypes, *(dtypes[i] for i in smooth)],
-            [*depends, *(depends[i] for i in smooth)],
+            [*site.depends, *(site.depends[i] for i in smooth)],
         )
         expected = [x.dtype for x in jax.eval_shape(call, *primals)]
         values, slopes = settled(results[: len(outputs)], expected), iter(results[len(outputs) :])
@@ -67,22 +61,16 @@ def custom_jvp(
             for x in values
         ]
 
-    return call(*operands)
+    return call(*site.operands)
 
 
-def custom_vjp(
-    evaluator: Evaluator,
-    eqn: JaxprEqn,
-    operands: Sequence[Any],
-    depends: Sequence[bool],
-    reaches: Sequence[bool],
-) -> Sequence[Any]:
+def custom_vjp(site: Site) -> Sequence[Any]:
     """A call of a function with a rule of its own for `jax.vjp`."""
-    [body] = bodies_of(eqn)
-    call = jax.custom_vjp(inside(evaluator, body, depends, reaches))
-    as_traced, dtypes = _as_traced(eqn), [atom.aval.dtype for atom in eqn.invars]
+    [body] = bodies_of(site.eqn)
+    call = jax.custom_vjp(site.inside(body))
+    as_traced, dtypes = _as_traced(site)
     smooth = [i for i, dtype in enumerate(dtypes) if _smooth(dtype)]
-    outputs = [var.aval for var in eqn.outvars]
+    outputs = [var.aval for var in site.eqn.outvars]
     residual_dtypes: list[Any] = []
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
@@ -94,7 +82,7 @@ def custom_vjp(
             leaves, treedef = jax.tree.flatten(pullback)
             return [*values, *leaves]
 
-        results, found = traced_and_run(evaluator, flat, args, dtypes, depends)
+        results, found = traced_and_run(site.evaluator, flat, args, dtypes, site.depends)
         residual_dtypes[:] = found[len(outputs) :]
         expected = [x.dtype for x in jax.eval_shape(call, *args)]
         pullback = jax.tree.unflatten(treedef, results[len(outputs) :])
@@ -113,7 +101,7 @@ def custom_vjp(
             return [results[i] for i in smooth]
 
         results, _ = traced_and_run(
-            evaluator,
+            site.evaluator,
             flat,
             [*leaves, *received],
             [*residual_dtypes, *(a.dtype for a in outputs if _smooth(a.dtype))],
@@ -125,4 +113,4 @@ def custom_vjp(
         )
 
     call.defvjp(forward, backward)
-    return call(*operands)
+    return call(*site.operands)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.autocast._calls import CALLS
+from jmp_kit.autocast._evaluator import Site
 from jmp_kit.autocast._flow import Flow, bodies_of
 from jmp_kit.autocast._jaxpr import cast, cut_out, is_float32, is_var, retyped, widen
 
@@ -105,7 +106,7 @@ class Evaluation:
         operands = [env[a] if is_var(a) else a.val for a in eqn.invars]
         depends = [is_var(a) and a in depending for a in eqn.invars]
         reaches = [v in reaching for v in eqn.outvars]
-        return CALLS[eqn.primitive.name](self, eqn, operands, depends, reaches)
+        return CALLS[eqn.primitive.name](Site(self, eqn, operands, depends, reaches))
 
     def _segment(
         self,

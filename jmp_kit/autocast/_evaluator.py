@@ -1,11 +1,11 @@
 """What calls and the evaluator of jaxprs know of each other."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp_kit.autocast._flow import Body, Flow
 from jmp_kit.autocast._jaxpr import opened, settled
@@ -36,13 +36,25 @@ class Evaluator(Protocol):
         """The same, for the body of a loop."""
 
 
-def inside(
-    evaluator: Evaluator, body: Body, depends: Sequence[bool], reaches: Sequence[bool]
-) -> Callable[..., list[Any]]:
-    """A body as a function of its own arguments."""
-    operands = evaluator.flow.body_inputs(body, depends)
-    outputs = evaluator.flow.body_outputs(body, reaches)
-    return lambda *args: evaluator.run(body.jaxpr, body.consts, args, operands, outputs)
+class Site(NamedTuple):
+    """A higher-order equation to be rebuilt, where it stands."""
+
+    evaluator: Evaluator
+    eqn: JaxprEqn
+    operands: Sequence[Any]
+    depends: Sequence[bool]  # of each operand, whether it depends on a product
+    reaches: Sequence[bool]  # of each result, whether a product can be reached from it
+
+    def inside(self, body: Body) -> Callable[..., list[Any]]:
+        """A body of the equation as a function of its own arguments."""
+        run, flow = self.evaluator.run, self.evaluator.flow
+        depends = flow.body_inputs(body, self.depends)
+        reaches = flow.body_outputs(body, self.reaches)
+        return lambda *args: run(body.jaxpr, body.consts, args, depends, reaches)
+
+    def in_loop(self) -> "Site":
+        """The same, for the body of a loop."""
+        return self._replace(evaluator=self.evaluator.inside_loop())
 
 
 def traced_and_run(
