@@ -17,6 +17,7 @@ from jmp_kit.autocast._jaxpr import cast, cut_out, is_float32, is_var, retyped, 
 
 # What a segment's backward pass does not compute again, for it is small or costly.
 _KEPT = ("reduce_", "sort", "top_k", "gather", "scatter", "cum", "while", "scan", "argm", "random_")
+_KEPT += ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
 
 # A value this many times smaller than the largest of its segment is not worth storing in half.
 _SMALL = 8
@@ -117,7 +118,7 @@ class Evaluation:
         depending: set[Var],
         reaching: set[Var],
     ) -> None:
-        ordered = any(eqn.effects for eqn in eqns)
+        ordered = any(_acts(eqn) for eqn in eqns)
         moving = [e for e in eqns if ordered or depending.intersection(e.outvars)]
         # What depends on no product (masks, positions, random bits) is computed once, as traced.
         fixed = [e for e in eqns if not ordered and not depending.intersection(e.outvars)]
@@ -157,6 +158,11 @@ class Evaluation:
             and v in reaching
             and _size(v) * _SMALL >= max(sizes)
         }
+
+
+def _acts(eqn: JaxprEqn) -> bool:
+    """Whether running the equation twice would be seen; naming a mesh axis would not."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def _size(atom: Any) -> int:

@@ -14,7 +14,7 @@ from jax import lax
 import jmp_kit
 from jmp_kit import PRODUCTS, autocast, full_precision
 from tests.autocast.test_zoo import distance, products_of
-from tests.autocast.zoo import SQUARE, X, mean_square
+from tests.autocast.zoo import SQUARE, ZOO, X, mean_square
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,16 @@ def test_random_bits_are_drawn_once_and_effects_keep_their_order():
     jax.block_until_ready(jax.jit(jax.grad(half))(SQUARE[0], jax.random.key(0)))
     jax.effects_barrier()
     assert seen == [1, 2]
+
+
+def test_collectives_are_not_repeated_in_the_backward_pass():
+    """And a segment that holds one is recomputed all the same, but for it."""
+    fun, w, x = ZOO["sharded"]
+    programs = [
+        str(jax.make_jaxpr(jax.grad(f))(w, x)) for f in (fun, autocast(fun, "mixed_bfloat16"))
+    ]
+    assert programs[0].count("psum_invariant[") == programs[1].count("psum_invariant[") > 0
+    assert "remat" in programs[1]
 
 
 def test_full_precision_by_context_and_by_decorator():
