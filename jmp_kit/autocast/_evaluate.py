@@ -16,8 +16,9 @@ from jmp_kit.autocast._flow import Flow, bodies_of
 from jmp_kit.autocast._jaxpr import cast, cut_out, is_float32, is_var, retyped, widen
 
 # What a segment's backward pass does not compute again, for it is small or costly.
-_KEPT = ("reduce_", "sort", "top_k", "gather", "scatter", "cum", "while", "scan", "argm", "random_")
-_KEPT += ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
+_COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
+_COSTLY = ("sort", "top_k", "gather", "scatter", "cum", "while", "scan", "random_", *_COLLECTIVES)
+_KEPT = ("reduce_", "argm", *_COSTLY)
 
 # A value this many times smaller than the largest of its segment is not worth storing in half.
 _SMALL = 8
