@@ -240,8 +240,8 @@ def main(arguments: list[str] | None = None) -> None:
     console.print(table_of(runs))
     if jax.default_backend() == "cpu":
         console.print(
-            "A CPU computes half precision by way of float32, so time and memory say little here: "
-            "the gain shows on a GPU. Accuracy, loss and skipped steps are the real ones."
+            "Step time and memory of a network this small, on a CPU, say nothing about a GPU. "
+            "Accuracy, loss and skipped steps are what to look at."
         )
     path = pathlib.Path(options.out) / "digits.png"
     plot(runs, path)
