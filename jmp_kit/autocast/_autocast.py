@@ -1,11 +1,15 @@
 """`autocast` itself: from a function to a jaxpr and back."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jmp_kit._dtypes import parse_dtype
@@ -15,6 +19,7 @@ from jmp_kit.autocast._evaluate import Evaluation
 from jmp_kit.autocast._flow import Flow
 from jmp_kit.autocast._full_precision import full_precision
 from jmp_kit.autocast._jaxpr import cast, is_float32, opened
+from jmp_kit.autocast._rules import Rules
 
 # The primitives that are products, by name, for JAX does not export all of them.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -24,6 +29,7 @@ def autocast(
     fun: Any,
     policy: Policy | str | DTypeLike | None = None,
     *,
+    rules: Mapping[str, Policy | str | DTypeLike] | None = None,
     products: Iterable[str] = PRODUCTS,
     recompute: bool = True,
 ) -> Callable[..., Any]:
@@ -43,6 +49,13 @@ def autocast(
       policy: a `Policy`, its description ("mixed_bfloat16"), or a compute dtype, which means
         float32 outputs. Products run in `compute_dtype`, float32 results leave in `output_dtype`;
         results of other dtypes keep theirs. A float32 policy changes nothing.
+      rules: another compute dtype for some products, `{"lm_head": "float32"}`: regular expressions
+        (`re.search`), of which the first match wins, over two kinds of path. One is that of a
+        parameter that the product multiplies by, reshaped, cast, or computed with in any way but
+        a product; it begins with the name of `fun`'s argument ("params/decoder/lm_head/kernel").
+        The other is the product's name scope ("Decoder/lm_head"; Flax linen has one per module,
+        others use `jax.named_scope`). Around a whole train step use name scopes: the product that
+        makes a weight's gradient does not multiply by the weight.
       products: the names of the primitives that are products.
       recompute: whether the backward pass computes segments again instead of keeping their
         float32 values.
@@ -53,7 +66,8 @@ def autocast(
 
     Raises:
       TypeError: if `fun` is not callable, or, when called, gives something that is no array.
-      ValueError: if `policy` or `products` cannot be read.
+      ValueError: if `policy`, `rules` or `products` cannot be read, or, when called, if a rule
+        matches nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_kit
@@ -66,26 +80,33 @@ def autocast(
     """
     if policy is None:
         policy = _as_policy(fun)
-        return lambda fun: autocast(fun, policy, products=products, recompute=recompute)
+        return functools.partial(
+            autocast, policy=policy, rules=rules, products=products, recompute=recompute
+        )
     if not callable(fun):
         raise TypeError(
             f"autocast wraps a function, but got {fun!r}. Write autocast(loss_fn, "
             '"mixed_bfloat16"), or @autocast("mixed_bfloat16") above the function.'
         )
     policy = _as_policy(policy)
-    evaluation = Evaluation(policy.compute_dtype, Flow(_names(products)), recompute)
-    is_half = jnp.finfo(policy.compute_dtype).bits == 16
+    flow = Flow(_names(products))
+    dtypes = _compiled(rules or {})
+    halves = [d for d in (policy.compute_dtype, *dtypes.values()) if jnp.finfo(d).bits == 16]
 
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        if not is_half:
+        if not halves:
             with full_precision():  # within another autocast, the innermost policy wins
                 outputs = fun(*args, **kwargs)
             return jax.tree.map(lambda x: _leaving(x, policy) if is_array(x) else x, outputs)
         flat, arrays, structure = _flattened(fun, args, kwargs)
         jaxpr, consts = opened(jax.make_jaxpr(flat)(*arrays))
+        half = halves[0]
+        if dtypes:
+            paths = _paths_of_arrays(fun, args, kwargs)
+            jaxpr = Rules(dtypes, policy.compute_dtype, half, flow).marked(jaxpr, paths)
         nothing = [False] * len(arrays), [False] * len(jaxpr.outvars)
-        results = evaluation.run(jaxpr, consts, arrays, *nothing)
+        results = Evaluation(half, flow, recompute).run(jaxpr, consts, arrays, *nothing)
         outputs = [
             cast(x, policy.output_dtype) if is_float32(atom) else x
             for x, atom in zip(results, jaxpr.outvars, strict=True)
@@ -122,6 +143,24 @@ def _flattened(
     return flat, [leaves[i] for i in positions], structures.pop
 
 
+def _paths_of_arrays(fun: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
+    """The path of each array argument, from its argument's name: "params/lm_head/kernel"."""
+    names: list[str] = []
+    with contextlib.suppress(ValueError):  # some functions written in C have no signature
+        for parameter in inspect.signature(fun).parameters.values():
+            several = parameter.kind is parameter.VAR_POSITIONAL
+            rest = range(len(args) - len(names)) if several else ()
+            names += [f"{parameter.name}/{i}" for i in rest] or [parameter.name]
+    names += map(str, range(len(names), len(args)))
+    named = [*zip(names, args, strict=False), *sorted(kwargs.items())]
+    leaves = [
+        ("/".join(filter(None, (name, jax.tree_util.keystr(path, simple=True, separator="/")))), x)
+        for name, argument in named
+        for path, x in jax.tree_util.tree_leaves_with_path(argument)
+    ]
+    return [path for path, x in leaves if is_array(x)]
+
+
 def _leaving(x: Any, policy: Policy) -> Any:
     return cast(x, policy.output_dtype) if x.dtype == jnp.float32 else x
 
@@ -132,6 +171,25 @@ def _as_policy(policy: Any) -> Policy:
     if isinstance(policy, str):
         return get_policy(policy)
     return Policy(jnp.float32, parse_dtype(policy), jnp.float32)
+
+
+def _compiled(rules: Mapping[str, Any]) -> dict[re.Pattern[str], np.dtype]:
+    if not isinstance(rules, Mapping):
+        raise TypeError(
+            f'rules are a dict, but got {rules!r}: write rules={{"lm_head": "float32"}}, a regular '
+            "expression for paths and what their products compute in."
+        )
+    compiled = {}
+    for pattern, policy in rules.items():
+        try:
+            compiled[re.compile(pattern)] = _as_policy(policy).compute_dtype
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"The rule {pattern!r} is no regular expression ({error}), so no path can be "
+                'compared with it: write part of a path, "lm_head", and a backslash before a '
+                "parenthesis, bracket, plus, star or dot that is meant literally."
+            ) from error
+    return compiled
 
 
 def _names(products: Iterable[str]) -> frozenset[str]:

@@ -14,6 +14,7 @@ from jmp_kit.autocast._calls import CALLS
 from jmp_kit.autocast._evaluator import Site
 from jmp_kit.autocast._flow import Flow, bodies_of
 from jmp_kit.autocast._jaxpr import cast, cut_out, is_float32, is_var, retyped, widen
+from jmp_kit.autocast._marks import marked_dtype
 
 # What a segment's backward pass does not compute again, for it is small or costly.
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
@@ -83,13 +84,15 @@ class Evaluation:
         return dataclasses.replace(self, in_loop=True)
 
     def _product(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+        half = marked_dtype(eqn) or self.half
+
         def half_of(atom: Any) -> Var:
-            return retyped(atom, self.half if is_float32(atom) else atom.aval.dtype)
+            return retyped(atom, half if is_float32(atom) else atom.aval.dtype)
 
         invars, outvars = ([half_of(a) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
         params = dict(eqn.params)
         if is_float32(eqn.outvars[0]):
-            params["preferred_element_type"] = self.half
+            params["preferred_element_type"] = half
         halved = eqn.replace(invars=invars, outvars=outvars, params=params)
         function, _ = cut_out(jaxpr, [halved], outvars)
         return function(*(cast(x, v.aval.dtype) for x, v in zip(operands, invars, strict=True)))
@@ -108,7 +111,8 @@ class Evaluation:
         operands = [env[a] if is_var(a) else a.val for a in eqn.invars]
         depends = [is_var(a) and a in depending for a in eqn.invars]
         reaches = [v in reaching for v in eqn.outvars]
-        return CALLS[eqn.primitive.name](Site(self, eqn, operands, depends, reaches))
+        evaluator = dataclasses.replace(self, half=marked_dtype(eqn) or self.half)
+        return CALLS[eqn.primitive.name](Site(evaluator, eqn, operands, depends, reaches))
 
     def _segment(
         self,

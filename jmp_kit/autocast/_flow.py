@@ -7,8 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.autocast._full_precision import is_in_full_precision
 from jmp_kit.autocast._jaxpr import is_var, opened, scan_counts, subjaxprs
+from jmp_kit.autocast._marks import is_in_full_precision
 
 
 class Body(NamedTuple):

@@ -6,11 +6,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+import jax.numpy as jnp
 
-# A name scope marks a region: it travels with the program, through jit, grad and vmap, and needs no
-# state of ours.
-_MARK = "jmp_kit_full_precision"
+from jmp_kit.autocast._marks import mark
 
 
 def full_precision(fun: Callable[..., Any] | None = None) -> Any:
@@ -36,7 +34,7 @@ def full_precision(fun: Callable[..., Any] | None = None) -> Any:
       1
     """
     if fun is None:
-        scope: AbstractContextManager[Any] = jax.named_scope(_MARK)
+        scope: AbstractContextManager[Any] = jax.named_scope(mark(jnp.dtype(jnp.float32)))
         return scope
 
     @functools.wraps(fun)
@@ -45,8 +43,3 @@ def full_precision(fun: Callable[..., Any] | None = None) -> Any:
             return fun(*args, **kwargs)
 
     return in_full_precision
-
-
-def is_in_full_precision(eqn: JaxprEqn) -> bool:
-    """Whether an equation was traced inside such a region."""
-    return _MARK in str(eqn.source_info.name_stack)

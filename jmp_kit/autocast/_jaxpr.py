@@ -4,7 +4,7 @@ Up to JAX 0.11 a `ClosedJaxpr` holds a `Jaxpr` and its constants; from 0.12 they
 Up to 0.11 a scan says `num_consts` and `num_carry`; from 0.12 it has trees, `ft_in` and `ft_out`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,6 +37,21 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, ClosedJaxpr | Jaxpr):
                 yield opened(item)[0]
+
+
+def with_subjaxprs(eqn: JaxprEqn, replaced: Mapping[int, Jaxpr]) -> JaxprEqn:
+    """The equation with other (open) jaxprs in place of those of these ids."""
+
+    def other(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(other, value))
+        if not isinstance(value, ClosedJaxpr | Jaxpr) or id(opened(value)[0]) not in replaced:
+            return value
+        jaxpr, consts = opened(value)
+        new = replaced[id(jaxpr)]
+        return ClosedJaxpr(new, consts) if isinstance(value, ClosedJaxpr) else new
+
+    return eqn.replace(params={name: other(value) for name, value in eqn.params.items()})
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:

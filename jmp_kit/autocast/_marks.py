@@ -1,0 +1,43 @@
+"""Equations marked with the dtype they are to compute in.
+
+A mark is a name scope. It travels with the program through jit, grad and vmap, and needs no state
+of ours.
+"""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+_MARK = "jmp_kit_in_"
+_TRANSFORM = re.compile(r"\w+\(|\)")  # jvp(…), transpose(jvp(…)), vmap(…)
+
+
+def mark(dtype: np.dtype) -> str:
+    """The name scope that marks what is to be computed in this dtype."""
+    return f"{_MARK}{dtype}"
+
+
+def marked(eqn: JaxprEqn, dtype: np.dtype) -> JaxprEqn:
+    """The equation, marked."""
+    stack = eqn.source_info.name_stack.extend(mark(dtype))
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
+def marked_dtype(eqn: JaxprEqn) -> np.dtype | None:
+    """The dtype of the innermost mark around an equation; None if there is none."""
+    _, found, name = str(eqn.source_info.name_stack).rpartition(_MARK)
+    return jnp.dtype(re.split(r"\W", name)[0]) if found else None
+
+
+def is_in_full_precision(eqn: JaxprEqn) -> bool:
+    """Whether an equation runs as it was written."""
+    dtype = marked_dtype(eqn)
+    return dtype is not None and dtype.itemsize >= 4
+
+
+def scope_of(eqn: JaxprEqn) -> str:
+    """The names around an equation ("Decoder/lm_head"), without transformations and marks."""
+    names = _TRANSFORM.sub("", str(eqn.source_info.name_stack)).split("/")
+    return "/".join(name for name in names if name and not name.startswith(_MARK))
