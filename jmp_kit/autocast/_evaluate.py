@@ -1,7 +1,6 @@
 """Evaluating a jaxpr: products in half, segments between them in float32 and stored in half."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -58,26 +57,31 @@ class Evaluation:
 
         last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if is_var(v)}
         last_use |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if is_var(v)}
-
-        def is_special(numbered: tuple[int, JaxprEqn]) -> bool:
-            return self.flow.is_product(numbered[1]) or self.flow.holds_product(numbered[1])
-
-        for special, group in itertools.groupby(enumerate(jaxpr.eqns), is_special):
-            numbered = list(group)
-            if not special:
-                eqns = [eqn for _, eqn in numbered]
-                end = numbered[-1][0]
-                leaving = {v for e in eqns for v in e.outvars if last_use.get(v, -1) > end}
-                self._segment(jaxpr, eqns, leaving, env, depending, reaching)
-                continue
-            for _, eqn in numbered:
-                if self.flow.is_product(eqn):
-                    operands = [env[a] if is_var(a) else a.val for a in eqn.invars]
-                    results = self._product(jaxpr, eqn, operands)
-                else:
-                    results = self._call(jaxpr, eqn, env, depending, reaching)
-                env.update(zip(eqn.outvars, results, strict=True))
+        start = 0
+        for end in self._cuts(jaxpr.eqns):
+            eqns = jaxpr.eqns[start:end]
+            if self._is_call(eqns[0]):
+                results = self._call(jaxpr, eqns[0], env, depending, reaching)
+                env.update(zip(eqns[0].outvars, results, strict=True))
+            else:
+                leaving = {v for e in eqns for v in e.outvars if last_use.get(v, -1) >= end}
+                self._part(jaxpr, eqns, leaving, env, depending, reaching)
+            start = end
         return [env[atom] if is_var(atom) else atom.val for atom in jaxpr.outvars]
+
+    def _is_call(self, eqn: JaxprEqn) -> bool:
+        return not self.flow.is_product(eqn) and self.flow.holds_product(eqn)
+
+    def _cuts(self, eqns: Sequence[JaxprEqn]) -> list[int]:
+        """Where parts end: each is a call, or a segment and the products after it."""
+        is_call = [self._is_call(eqn) for eqn in eqns]
+        is_product = [self.flow.is_product(eqn) for eqn in eqns]
+        cuts = (
+            i
+            for i in range(1, len(eqns))
+            if is_call[i] or is_call[i - 1] or (is_product[i - 1] and not is_product[i])
+        )
+        return [*cuts, len(eqns)] if eqns else []
 
     def inside_loop(self) -> "Evaluation":
         """The same, for the body of a loop, where recomputation needs no barrier."""
@@ -114,15 +118,16 @@ class Evaluation:
         evaluator = dataclasses.replace(self, half=marked_dtype(eqn) or self.half)
         return CALLS[eqn.primitive.name](Site(evaluator, eqn, operands, depends, reaches))
 
-    def _segment(
+    def _part(
         self,
         jaxpr: Jaxpr,
-        eqns: list[JaxprEqn],
+        eqns: Sequence[JaxprEqn],
         leaving: set[Var],
         env: dict[Var, Any],
         depending: set[Var],
         reaching: set[Var],
     ) -> None:
+        """Evaluates a segment and the products after it; the backward pass repeats the segment."""
         ordered = any(_acts(eqn) for eqn in eqns)
         moving = [e for e in eqns if ordered or depending.intersection(e.outvars)]
         # What depends on no product (masks, positions, random bits) is computed once, as traced.
@@ -132,20 +137,35 @@ class Evaluation:
         function, invars = cut_out(jaxpr, fixed, outvars)
         env.update(zip(outvars, function(*(env[v] for v in invars)), strict=True))
 
+        products = [e for e in moving if self.flow.is_product(e)]
+        segment = moving[: len(moving) - len(products)]
+        taken = {a for e in products for a in e.invars if is_var(a)}
+        made = [v for e in segment for v in e.outvars if v in leaving or v in taken]
+        stored = self._stored(segment, made, depending, reaching)
+        function, needed = cut_out(jaxpr, segment, made)
         outvars = [v for e in moving for v in e.outvars if v in leaving]
-        stored = self._stored(moving, outvars, depending, reaching)
-        function, invars = cut_out(jaxpr, moving, outvars)
+        _, invars = cut_out(jaxpr, moving, outvars)
 
-        def segment(*args: Any) -> list[Any]:
-            results = function(*(widen(x, v) for x, v in zip(args, invars, strict=True)))
-            return [
-                cast(x, self.half) if v in stored else x
-                for x, v in zip(results, outvars, strict=True)
-            ]
+        def part(*args: Any) -> list[Any]:
+            values = dict(zip(invars, args, strict=True))
+            results = function(*(widen(values[v], v) for v in needed))
+            values.update(
+                (v, cast(x, self.half) if v in stored else x)
+                for v, x in zip(made, results, strict=True)
+            )
+            for eqn in products:
+                operands = [values[a] if is_var(a) else a.val for a in eqn.invars]
+                values.update(zip(eqn.outvars, self._product(jaxpr, eqn, operands), strict=True))
+            return [values[v] for v in outvars]
 
-        if self.recompute and not ordered and reaching.intersection(outvars):
-            segment = jax.checkpoint(segment, policy=self._is_kept, prevent_cse=not self.in_loop)
-        env.update(zip(outvars, segment(*(env[v] for v in invars)), strict=True))
+        if self.recompute and not ordered and (products or reaching.intersection(outvars)):
+            part = jax.checkpoint(part, policy=self._is_kept, prevent_cse=not self.in_loop)
+        # What only products take is kept in half, but for arguments: they are there anyway.
+        there = {*jaxpr.invars, *jaxpr.constvars, *needed}
+        there |= {a for e in products if marked_dtype(e) for a in e.invars if is_var(a)}
+        halved = {v for v in taken.difference(there) if is_float32(v)}
+        args = [cast(env[v], self.half) if v in halved else env[v] for v in invars]
+        env.update(zip(outvars, part(*args), strict=True))
 
     def _is_kept(self, primitive: Any, *_: Any, **__: Any) -> bool:
         # A product in a segment is one of a full-precision region.
