@@ -74,7 +74,7 @@ def _scan(site: Site) -> Sequence[Any]:
     n_consts, n_carry = scan_counts(site.eqn)
     consts, start, xs = _parted(site.operands, n_consts, n_carry)
     dtypes = _carry_dtypes(site, body)
-    function = site.in_loop().inside(body)
+    function = site.inside(body)
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         results = function(*consts, *carry, *x)
@@ -90,7 +90,6 @@ def _while(site: Site) -> Sequence[Any]:
     n_cond, n_body = site.eqn.params["cond_nconsts"], site.eqn.params["body_nconsts"]
     cond_consts, body_consts, start = _parted(site.operands, n_cond, n_body)
     dtypes = _carry_dtypes(site, body)
-    site = site.in_loop()
     # The condition gets what the body makes of its variables.
     carried = site.evaluator.flow.body_inputs(body, site.depends)[n_body:]
     test = site._replace(depends=[*site.depends[: n_cond + n_body], *carried]).inside(condition)

@@ -31,7 +31,6 @@ class Evaluation:
     half: np.dtype
     flow: Flow
     recompute: bool
-    in_loop: bool = False
 
     def run(
         self,
@@ -82,10 +81,6 @@ class Evaluation:
             if is_call[i] or is_call[i - 1] or (is_product[i - 1] and not is_product[i])
         )
         return [*cuts, len(eqns)] if eqns else []
-
-    def inside_loop(self) -> "Evaluation":
-        """The same, for the body of a loop, where recomputation needs no barrier."""
-        return dataclasses.replace(self, in_loop=True)
 
     def _product(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
         half = marked_dtype(eqn) or self.half
@@ -159,7 +154,7 @@ class Evaluation:
             return [values[v] for v in outvars]
 
         if self.recompute and not ordered and (products or reaching.intersection(outvars)):
-            part = jax.checkpoint(part, policy=self._is_kept, prevent_cse=not self.in_loop)
+            part = jax.checkpoint(part, policy=self._is_kept)
         # What only products take is kept in half, but for arguments: they are there anyway.
         there = {*jaxpr.invars, *jaxpr.constvars, *needed}
         there |= {a for e in products if marked_dtype(e) for a in e.invars if is_var(a)}

@@ -32,9 +32,6 @@ class Evaluator(Protocol):
     ) -> list[Any]:
         """The results of a jaxpr."""
 
-    def inside_loop(self) -> "Evaluator":
-        """The same, for the body of a loop."""
-
 
 class Site(NamedTuple):
     """A higher-order equation to be rebuilt, where it stands."""
@@ -51,10 +48,6 @@ class Site(NamedTuple):
         depends = flow.body_inputs(body, self.depends)
         reaches = flow.body_outputs(body, self.reaches)
         return lambda *args: run(body.jaxpr, body.consts, args, depends, reaches)
-
-    def in_loop(self) -> "Site":
-        """The same, for the body of a loop."""
-        return self._replace(evaluator=self.evaluator.inside_loop())
 
 
 def traced_and_run(
