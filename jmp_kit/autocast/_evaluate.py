@@ -14,6 +14,7 @@ from jmp_kit.autocast._evaluator import Site
 from jmp_kit.autocast._flow import Flow, bodies_of
 from jmp_kit.autocast._jaxpr import cast, cut_out, is_float32, is_var, retyped, widen
 from jmp_kit.autocast._marks import marked_dtype
+from jmp_kit.autocast._parts import acts, parts_of
 
 # What a segment's backward pass does not compute again, for it is small or costly.
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
@@ -54,33 +55,19 @@ class Evaluation:
         env.update(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
-        last_use = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if is_var(v)}
-        last_use |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if is_var(v)}
-        start = 0
-        for end in self._cuts(jaxpr.eqns):
-            eqns = jaxpr.eqns[start:end]
-            if self._is_call(eqns[0]):
-                results = self._call(jaxpr, eqns[0], env, depending, reaching)
-                env.update(zip(eqns[0].outvars, results, strict=True))
+        parts = [part for part in parts_of(jaxpr.eqns, self.flow) if part]
+        last_use = {
+            v: i for i, part in enumerate(parts) for e in part for v in e.invars if is_var(v)
+        }
+        last_use |= {v: len(parts) for v in jaxpr.outvars if is_var(v)}
+        for i, part in enumerate(parts):
+            if not self.flow.is_product(part[0]) and self.flow.holds_product(part[0]):
+                results = self._call(jaxpr, part[0], env, depending, reaching)
+                env.update(zip(part[0].outvars, results, strict=True))
             else:
-                leaving = {v for e in eqns for v in e.outvars if last_use.get(v, -1) >= end}
-                self._part(jaxpr, eqns, leaving, env, depending, reaching)
-            start = end
+                leaving = {v for e in part for v in e.outvars if last_use.get(v, -1) > i}
+                self._part(jaxpr, part, leaving, env, depending, reaching)
         return [env[atom] if is_var(atom) else atom.val for atom in jaxpr.outvars]
-
-    def _is_call(self, eqn: JaxprEqn) -> bool:
-        return not self.flow.is_product(eqn) and self.flow.holds_product(eqn)
-
-    def _cuts(self, eqns: Sequence[JaxprEqn]) -> list[int]:
-        """Where parts end: each is a call, or a segment and the products after it."""
-        is_call = [self._is_call(eqn) for eqn in eqns]
-        is_product = [self.flow.is_product(eqn) for eqn in eqns]
-        cuts = (
-            i
-            for i in range(1, len(eqns))
-            if is_call[i] or is_call[i - 1] or (is_product[i - 1] and not is_product[i])
-        )
-        return [*cuts, len(eqns)] if eqns else []
 
     def _product(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
         half = marked_dtype(eqn) or self.half
@@ -123,10 +110,9 @@ class Evaluation:
         reaching: set[Var],
     ) -> None:
         """Evaluates a segment and the products after it; the backward pass repeats the segment."""
-        ordered = any(_acts(eqn) for eqn in eqns)
-        moving = [e for e in eqns if ordered or depending.intersection(e.outvars)]
+        moving = [e for e in eqns if depending.intersection(e.outvars)]
         # What depends on no product (masks, positions, random bits) is computed once, as traced.
-        fixed = [e for e in eqns if not ordered and not depending.intersection(e.outvars)]
+        fixed = [e for e in eqns if not depending.intersection(e.outvars)]
         wanted = leaving | {a for e in moving for a in e.invars if is_var(a)}
         outvars = [v for e in fixed for v in e.outvars if v in wanted]
         function, invars = cut_out(jaxpr, fixed, outvars)
@@ -153,7 +139,8 @@ class Evaluation:
                 values.update(zip(eqn.outvars, self._product(jaxpr, eqn, operands), strict=True))
             return [values[v] for v in outvars]
 
-        if self.recompute and not ordered and (products or reaching.intersection(outvars)):
+        repeated = products or reaching.intersection(outvars)
+        if self.recompute and repeated and not any(map(acts, moving)):
             part = jax.checkpoint(part, policy=self._is_kept)
         # What only products take is kept in half, but for arguments: they are there anyway.
         there = {*jaxpr.invars, *jaxpr.constvars, *needed}
@@ -178,11 +165,6 @@ class Evaluation:
             and v in reaching
             and _size(v) * _SMALL >= max(sizes)
         }
-
-
-def _acts(eqn: JaxprEqn) -> bool:
-    """Whether running the equation twice would be seen; naming a mesh axis would not."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def _size(atom: Any) -> int:

@@ -87,7 +87,7 @@ def retyped(atom: Atom, dtype: Any) -> Var:
 
 def cast(x: Any, dtype: Any) -> Any:
     """The value in this dtype."""
-    return lax.convert_element_type(x, dtype)
+    return x if jnp.result_type(x) == dtype else lax.convert_element_type(x, dtype)
 
 
 def widen(x: Any, atom: Atom) -> Any:
@@ -97,7 +97,4 @@ def widen(x: Any, atom: Atom) -> Any:
 
 def settled(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """The values in these dtypes."""
-    return [
-        x if jnp.result_type(x) == dtype else cast(x, dtype)
-        for x, dtype in zip(values, dtypes, strict=True)
-    ]
+    return [cast(x, dtype) for x, dtype in zip(values, dtypes, strict=True)]
