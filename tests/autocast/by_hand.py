@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -94,7 +96,7 @@ class UNet(nn.Module):
         return conv(10, (1, 1))(jnp.concatenate([up, down], axis=-1))
 
 
-KEYS = jax.random.split(jax.random.key(7), 4)
+KEYS = jax.random.split(jax.random.key(7), 3)
 TOKENS = jax.random.randint(KEYS[0], (8, 65), 0, 64)
 IMAGES = jax.random.normal(KEYS[1], (8, 16, 16, 3)) + 3.0  # with an offset
 SERIES = jax.random.normal(KEYS[2], (8, 24, 16))
@@ -110,19 +112,27 @@ class Model:
     labels: jax.Array
 
     @functools.cached_property
-    def variables(self):
-        return self.module(None).init(KEYS[3], self.inputs)
+    def shapes(self):
+        return jax.eval_shape(self.module(None).init, jax.random.key(0), self.inputs)
 
-    @property
-    def params(self):
-        return self.variables["params"]
+    def draw(self, seed):
+        """Variables and inputs. In NumPy: Flax's initialisers take ten seconds to compile."""
+        generator = np.random.default_rng(seed)
+
+        def values(path, like):
+            name = path[-1].key
+            if name not in ("kernel", "embedding"):
+                return jnp.full(like.shape, float(name in ("scale", "var")))
+            fan_in = math.prod(like.shape[:-1])
+            return jnp.asarray(generator.normal(size=like.shape, scale=fan_in**-0.5), jnp.float32)
+
+        inputs = generator.permutation(np.ravel(self.inputs)).reshape(self.inputs.shape)
+        return jax.tree_util.tree_map_with_path(values, self.shapes), jnp.asarray(inputs)
 
     def loss(self, dtype=None):
-        """The loss of (params, inputs); by hand in `dtype`, or in float32."""
-        rest = {name: v for name, v in self.variables.items() if name != "params"}
+        """The loss of (variables, inputs); by hand in `dtype`, or in float32."""
 
-        def loss_fn(params, inputs):
-            variables = {"params": params, **rest}
+        def loss_fn(variables, inputs):
             logits, _ = self.module(dtype).apply(variables, inputs, mutable=["batch_stats"])
             logits = logits.astype(jnp.float32)
             return optax.softmax_cross_entropy_with_integer_labels(logits, self.labels).mean()

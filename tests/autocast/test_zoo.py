@@ -38,12 +38,9 @@ def products_of(fun, *args):
 
 
 def distance(a, b):
-    squares = [
-        (jnp.sum((x.astype(jnp.float32) - y) ** 2), jnp.sum(y**2))
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    ]
-    error, norm = map(sum, zip(*squares, strict=True))
-    return float(jnp.sqrt(error / norm))
+    """The relative distance of two trees; in NumPy, which compiles nothing."""
+    a, b = (np.concatenate([np.ravel(x).astype(float) for x in jax.tree.leaves(t)]) for t in (a, b))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 @programs
