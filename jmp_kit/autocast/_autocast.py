@@ -1,8 +1,6 @@
 """`autocast` itself: from a function to a jaxpr and back."""
 
-import contextlib
 import functools
-import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,15 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, Primitive, primitives
 from jax.typing import DTypeLike
 
 from jmp_kit._dtypes import parse_dtype
 from jmp_kit._policy import Policy, get_policy
 from jmp_kit._tree import is_array
+from jmp_kit.autocast._arguments import flattened, paths_of_arrays
 from jmp_kit.autocast._evaluate import Evaluation
 from jmp_kit.autocast._flow import Flow
 from jmp_kit.autocast._full_precision import full_precision
-from jmp_kit.autocast._jaxpr import cast, is_float32, opened
+from jmp_kit.autocast._jaxpr import cast, is_float32, opened, primitive_names
 from jmp_kit.autocast._rules import Rules
 
 # The primitives that are products, by name, for JAX does not export all of them.
@@ -99,11 +99,14 @@ def autocast(
             with full_precision():  # within another autocast, the innermost policy wins
                 outputs = fun(*args, **kwargs)
             return jax.tree.map(lambda x: _leaving(x, policy) if is_array(x) else x, outputs)
-        flat, arrays, structure = _flattened(fun, args, kwargs)
+        if jnp.float16 in halves and jax.default_backend() == "tpu":
+            raise ValueError(_NO_FLOAT16)
+        flat, arrays, structure = flattened(fun, args, kwargs)
         jaxpr, consts = opened(jax.make_jaxpr(flat)(*arrays))
+        _require_primitives(flow.products, jaxpr)
         half = halves[0]
         if dtypes:
-            paths = _paths_of_arrays(fun, args, kwargs)
+            paths = paths_of_arrays(fun, args, kwargs)
             jaxpr = Rules(dtypes, policy.compute_dtype, half, flow).marked(jaxpr, paths)
         nothing = [False] * len(arrays), [False] * len(jaxpr.outvars)
         results = Evaluation(half, flow, recompute).run(jaxpr, consts, arrays, *nothing)
@@ -114,51 +117,6 @@ def autocast(
         return jax.tree.unflatten(structure(), outputs)
 
     return autocast_fun
-
-
-def _flattened(
-    fun: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Callable[..., list[Any]], list[Any], Callable[[], Any]]:
-    """`fun` from arrays to arrays, its array arguments, and its result's structure once it ran."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    structures = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        filled = list(leaves)
-        for i, array in zip(positions, arrays, strict=True):
-            filled[i] = array
-        args, kwargs = jax.tree.unflatten(treedef, filled)
-        outputs = fun(*args, **kwargs)
-        for path, x in jax.tree_util.tree_leaves_with_path(outputs):
-            if not (is_array(x) or isinstance(x, bool | int | float | complex)):
-                raise TypeError(
-                    f"autocast returns arrays, but {jax.tree_util.keystr(path) or 'the result'} "
-                    f"of the function is {x!r}. Return it by another way, or leave it out."
-                )
-        results, structure = jax.tree.flatten(outputs)
-        structures.append(structure)
-        return results
-
-    return flat, [leaves[i] for i in positions], structures.pop
-
-
-def _paths_of_arrays(fun: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
-    """The path of each array argument, from its argument's name: "params/lm_head/kernel"."""
-    names: list[str] = []
-    with contextlib.suppress(ValueError):  # some functions written in C have no signature
-        for parameter in inspect.signature(fun).parameters.values():
-            several = parameter.kind is parameter.VAR_POSITIONAL
-            rest = range(len(args) - len(names)) if several else ()
-            names += [f"{parameter.name}/{i}" for i in rest] or [parameter.name]
-    names += map(str, range(len(names), len(args)))
-    named = [*zip(names, args, strict=False), *sorted(kwargs.items())]
-    leaves = [
-        ("/".join(filter(None, (name, jax.tree_util.keystr(path, simple=True, separator="/")))), x)
-        for name, argument in named
-        for path, x in jax.tree_util.tree_leaves_with_path(argument)
-    ]
-    return [path for path, x in leaves if is_array(x)]
 
 
 def _leaving(x: Any, policy: Policy) -> Any:
@@ -201,3 +159,20 @@ def _names(products: Iterable[str]) -> frozenset[str]:
                 '{"my_primitive"}, with the name that a jaxpr shows.'
             )
     return names
+
+
+def _require_primitives(names: frozenset[str], jaxpr: Jaxpr) -> None:
+    exported = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
+    if unknown := names - PRODUCTS - exported:
+        used = primitive_names(jaxpr)
+        for name in sorted(unknown - used):
+            raise ValueError(
+                f"products holds {name!r}, which is no primitive that JAX exports, nor one that "
+                f"this function uses, so it changes nothing. It uses {', '.join(sorted(used))}."
+            )
+
+
+_NO_FLOAT16 = (
+    "TPUs do not multiply in float16: products would be computed in another format, slowly, with a "
+    'loss scale for nothing. Write "mixed_bfloat16" for "mixed_float16"; it needs no loss scale.'
+)

@@ -77,7 +77,7 @@ class Evaluation:
 
         invars, outvars = ([half_of(a) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
         params = dict(eqn.params)
-        if is_float32(eqn.outvars[0]):
+        if "preferred_element_type" in params and is_float32(eqn.outvars[0]):
             params["preferred_element_type"] = half
         halved = eqn.replace(invars=invars, outvars=outvars, params=params)
         function, _ = cut_out(jaxpr, [halved], outvars)

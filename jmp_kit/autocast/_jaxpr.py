@@ -39,6 +39,12 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield opened(item)[0]
 
 
+def primitive_names(jaxpr: Jaxpr) -> set[str]:
+    """The names of all primitives in a jaxpr, however deep."""
+    inner = (primitive_names(sub) for eqn in jaxpr.eqns for sub in subjaxprs(eqn))
+    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*inner)
+
+
 def with_subjaxprs(eqn: JaxprEqn, replaced: Mapping[int, Jaxpr]) -> JaxprEqn:
     """The equation with other (open) jaxprs in place of those of these ids."""
 

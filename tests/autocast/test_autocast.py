@@ -221,6 +221,22 @@ def test_products_may_be_taken_out():
     assert products_of(only, SQUARE[0], X) == [{jnp.dtype(jnp.float32)}]
 
 
+def test_products_may_be_added():
+    """One that JAX exports, and one of the user's own."""
+    own = jax.extend.core.Primitive("own")
+    own.def_impl(lambda x: x)
+    own.def_abstract_eval(lambda x: x)
+    fun = autocast(lambda x: own.bind(jnp.sinh(x)), "half", products=PRODUCTS | {"own", "sinh"})
+    program = jax.make_jaxpr(fun)(X)
+    dtypes = {
+        eqn.primitive.name: eqn.invars[0].aval.dtype
+        for call in program.jaxpr.eqns
+        for inner in call.params.values()
+        for eqn in getattr(inner, "eqns", [])
+    }
+    assert dtypes["own"] == dtypes["sinh"] == jnp.float16
+
+
 def test_arguments_of_every_kind():
     closed_over = SQUARE[0]
 
@@ -296,6 +312,11 @@ def test_an_error_inside_has_its_own_traceback():
         (lambda: autocast(len, jnp.int8), ValueError, "Unknown dtype .*floating-point values only"),
         (lambda: autocast(len, "half", products=[3]), ValueError, "products holds 3.*PRODUCTS |"),
         (
+            lambda: autocast(lambda x: jnp.tanh(x @ x.T), "half", products={"matmul"})(X),
+            ValueError,
+            "'matmul', which is no primitive.* It uses .*dot_general.*tanh",
+        ),
+        (
             lambda: autocast(lambda x: {"y": x, "name": "layer"}, "half")(X),
             TypeError,
             r"returns arrays, but \['name'\] of the function is 'layer'",
@@ -305,6 +326,14 @@ def test_an_error_inside_has_its_own_traceback():
 def test_bad_input_teaches(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+def test_float16_on_a_device_that_has_none(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    half = autocast(lambda x: x @ x.T, "mixed_float16")
+    with pytest.raises(ValueError, match='do not multiply in float16.*Write "mixed_bfloat16"'):
+        half(X)
+    assert products_of(autocast(lambda x: x @ x.T, "mixed_bfloat16"), X)
 
 
 def test_tracing_takes_time_in_proportion():
