@@ -3,6 +3,7 @@
 import inspect
 import pathlib
 import re
+import runpy
 
 import pytest
 
@@ -48,3 +49,15 @@ def test_the_readme_runs(block, standard_promotion):
 def test_the_readme_has_the_two_commands():
     assert "make demo" in README
     assert "make test" in README
+
+
+def test_the_picture_is_of_the_present_program(tmp_path):
+    block = runpy.run_path(str(ROOT / "docs" / "block.py"))
+    rows = block["rows"]()
+    assert [row.dtype for row in rows if row.kind == "product"] == ["bfloat16"] * 10
+    block["draw"](rows, tmp_path / "block.svg")
+    for picture in (tmp_path / "block.svg", ROOT / "docs" / "block.svg"):
+        text = picture.read_text()
+        for row in rows:
+            assert f">{row.kind}: {row.name}, {row.dtype}<" in text
+            assert all(f">{stored}<" in text for stored in row.stored)
