@@ -122,7 +122,7 @@ def test_what_was_skipped_leaves_no_trace(name):
 @optimizers
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda d: jnp.dtype(d).name)
 def test_half_parameters_are_the_rounded_parameters_of_a_float32_run(name, dtype):
-    """A thousand small steps, every one of them landing on the rounded master."""
+    """A thousand small steps of AdamW, fewer of others, each landing on the rounded master."""
     # The same compiled program in both runs, and what follows it operation by operation: fused,
     # the two would round differently, for XLA contracts a multiplication and an addition to one.
     inner = OPTIMIZERS[name]()
@@ -133,7 +133,7 @@ def test_half_parameters_are_the_rounded_parameters_of_a_float32_run(name, dtype
     full = jax.tree.map(lambda p: p.astype(jnp.float32), params)
     state, full_state = optimizer.init(params), inner.init(full)
     many_grads = jax.jit(lambda i: jax.tree.map(lambda g: 1e-2 * g, make_grads(params, i)))
-    for i in range(1000):
+    for i in range(1000 if name == "adamw" else 200):
         grads = many_grads(i)
         params, state = step(params, state, grads)
         full, full_state = full_step(full, full_state, grads)
