@@ -1,5 +1,6 @@
 """Custom derivatives, kept: their rules are traced by `jax.jvp` and `jax.vjp` and evaluated too."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,28 +30,35 @@ def _as_traced(site: Site) -> tuple[Callable[..., Sequence[Any]], list[Any]]:
     return lambda *args: function(*(args[i] for i in positions)), dtypes
 
 
+def _closed_over(site: Site) -> int:
+    """How many operands, the first ones, the function closes over: JAX differentiates by none."""
+    return site.eqn.params["num_consts"]
+
+
 def custom_jvp(site: Site) -> Sequence[Any]:
     """A call of a function with a rule of its own for `jax.jvp`."""
     [body] = bodies_of(site.eqn)
-    call = jax.custom_jvp(site.inside(body))
+    closed = _closed_over(site)
+    constants, given = site.operands[:closed], site.operands[closed:]
+    call = jax.custom_jvp(functools.partial(site.inside(body), *constants))
     as_traced, dtypes = _as_traced(site)
+    smooth = [i for i, dtype in enumerate(dtypes) if i >= closed and _smooth(dtype)]
     n_in, outputs = len(site.operands), [var.aval for var in site.eqn.outvars]
 
     @call.defjvp
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        smooth = [i for i, dtype in enumerate(dtypes) if _smooth(dtype)]
-
         def both(*args: Any) -> list[Any]:
             slopes = [_no_tangent(np.shape(x)) for x in primals]
             for i, slope in zip(smooth, args[n_in:], strict=True):
-                slopes[i] = slope
-            values, slopes = jax.jvp(as_traced, args[:n_in], tuple(slopes))
+                slopes[i - closed] = slope
+            function = functools.partial(as_traced, *args[:closed])
+            values, slopes = jax.jvp(function, args[closed:n_in], tuple(slopes))
             return [*values, *(s for s, a in zip(slopes, outputs, strict=True) if _smooth(a.dtype))]
 
         results, _ = traced_and_run(
             site.evaluator,
             both,
-            [*primals, *(tangents[i] for i in smooth)],
+            [*constants, *primals, *(tangents[i - closed] for i in smooth)],
             [*dtypes, *(dtypes[i] for i in smooth)],
             [*site.depends, *(site.depends[i] for i in smooth)],
         )
@@ -61,15 +69,17 @@ def custom_jvp(site: Site) -> Sequence[Any]:
             for x in values
         ]
 
-    return call(*site.operands)
+    return call(*given)
 
 
 def custom_vjp(site: Site) -> Sequence[Any]:
     """A call of a function with a rule of its own for `jax.vjp`."""
     [body] = bodies_of(site.eqn)
-    call = jax.custom_vjp(site.inside(body))
+    closed = _closed_over(site)
+    constants, given = site.operands[:closed], site.operands[closed:]
+    call = jax.custom_vjp(functools.partial(site.inside(body), *constants))
     as_traced, dtypes = _as_traced(site)
-    smooth = [i for i, dtype in enumerate(dtypes) if _smooth(dtype)]
+    smooth = [i for i, dtype in enumerate(dtypes[closed:]) if _smooth(dtype)]
     outputs = [var.aval for var in site.eqn.outvars]
     residual_dtypes: list[Any] = []
 
@@ -78,11 +88,14 @@ def custom_vjp(site: Site) -> Sequence[Any]:
 
         def flat(*args: Any) -> list[Any]:
             nonlocal treedef
-            values, pullback = jax.vjp(as_traced, *args)
+            function = functools.partial(as_traced, *args[:closed])
+            values, pullback = jax.vjp(function, *args[closed:])
             leaves, treedef = jax.tree.flatten(pullback)
             return [*values, *leaves]
 
-        results, found = traced_and_run(site.evaluator, flat, args, dtypes, site.depends)
+        results, found = traced_and_run(
+            site.evaluator, flat, [*constants, *args], dtypes, site.depends
+        )
         residual_dtypes[:] = found[len(outputs) :]
         expected = [x.dtype for x in jax.eval_shape(call, *args)]
         pullback = jax.tree.unflatten(treedef, results[len(outputs) :])
@@ -113,4 +126,4 @@ def custom_vjp(site: Site) -> Sequence[Any]:
         )
 
     call.defvjp(forward, backward)
-    return call(*site.operands)
+    return call(*given)

@@ -179,6 +179,23 @@ def test_collectives_are_not_repeated_in_the_backward_pass():
     assert "remat" in programs[1]
 
 
+@pytest.mark.parametrize("kind", ["jvp", "vjp"])
+def test_a_function_with_a_rule_may_close_over_arrays(kind):
+    if kind == "vjp":
+        layer = jax.custom_vjp(lambda x: x @ SQUARE[0])
+        layer.defvjp(lambda x: (x @ SQUARE[0], None), lambda _, d: (d @ SQUARE[0].T,))
+    else:
+        layer = jax.custom_jvp(lambda x: x @ SQUARE[0])
+        layer.defjvp(lambda x, t: (x[0] @ SQUARE[0], t[0] @ SQUARE[0]))
+
+    def fun(x):
+        return mean_square(layer(jnp.tanh(layer(x))))
+
+    gradient = jax.grad(autocast(fun, "mixed_float16"))
+    np.testing.assert_allclose(gradient(X), jax.grad(fun)(X), atol=1e-4)
+    assert products_of(gradient, X) == [{jnp.dtype(jnp.float16)}] * 4
+
+
 def test_full_precision_by_context_and_by_decorator():
     @full_precision
     def head(x, w):

@@ -1,0 +1,28 @@
+"""What only a GPU's compiler can show."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.compiled import product_dtypes
+from jmp_kit import autocast
+from tests.autocast.by_hand import MODELS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("standard_promotion")]
+
+SHORT = {jnp.bfloat16: "bf16", jnp.float16: "f16"}
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=lambda d: d.dtype.name)
+@pytest.mark.parametrize("name", ["transformer", "resnet_group", "resnet_batch"])
+def test_every_compiled_product_is_half_and_memory_is_saved(name, dtype):
+    model = MODELS[name]
+    example = model.draw(0)
+    ours, hand = (
+        jax.jit(jax.value_and_grad(f)).lower(*example).compile()
+        for f in (autocast(model.loss(), dtype), model.loss(dtype))
+    )
+    products = product_dtypes(ours.as_text())
+    assert set(products) == {SHORT[dtype]}
+    bytes_of = [p.memory_analysis().temp_size_in_bytes for p in (ours, hand)]
+    assert bytes_of[0] <= 0.75 * bytes_of[1]
