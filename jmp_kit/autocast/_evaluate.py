@@ -1,9 +1,10 @@
 """Evaluating a jaxpr: products in half, segments between them in float32 and stored in half."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +24,19 @@ _KEPT = ("reduce_", "argm", *_COSTLY)
 
 # A value this many times smaller than the largest of its segment is not worth storing in half.
 _SMALL = 8
+
+
+class Program(NamedTuple):
+    """A jaxpr and what is known of its variables."""
+
+    jaxpr: Jaxpr
+    arguments: set[Var]
+    depending: set[Var]  # on a product
+    reaching: set[Var]  # a product
+
+    def takes_a_product(self, eqn: JaxprEqn) -> bool:
+        """Whether an operand depends on a product."""
+        return any(is_var(a) and a in self.depending for a in eqn.invars)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +63,12 @@ class Evaluation:
           depends: of each argument, whether it depends on a product.
           reaches: of each result, whether a product can be reached from it.
         """
-        depending = self.flow.depending(jaxpr, depends)
-        reaching = self.flow.reaching(jaxpr, reaches)
+        program = Program(
+            jaxpr,
+            {*jaxpr.invars, *jaxpr.constvars},
+            self.flow.depending(jaxpr, depends),
+            self.flow.reaching(jaxpr, reaches),
+        )
         env: dict[Var, Any] = {}
         env.update(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
@@ -62,11 +80,11 @@ class Evaluation:
         last_use |= {v: len(parts) for v in jaxpr.outvars if is_var(v)}
         for i, part in enumerate(parts):
             if not self.flow.is_product(part[0]) and self.flow.holds_product(part[0]):
-                results = self._call(jaxpr, part[0], env, depending, reaching)
+                results = self._call(program, part[0], env)
                 env.update(zip(part[0].outvars, results, strict=True))
             else:
                 leaving = {v for e in part for v in e.outvars if last_use.get(v, -1) > i}
-                self._part(jaxpr, part, leaving, env, depending, reaching)
+                self._part(program, part, leaving, env)
         return [env[atom] if is_var(atom) else atom.val for atom in jaxpr.outvars]
 
     def _product(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
@@ -83,36 +101,25 @@ class Evaluation:
         function, _ = cut_out(jaxpr, [halved], outvars)
         return function(*(cast(x, v.aval.dtype) for x, v in zip(operands, invars, strict=True)))
 
-    def _call(
-        self,
-        jaxpr: Jaxpr,
-        eqn: JaxprEqn,
-        env: dict[Var, Any],
-        depending: set[Var],
-        reaching: set[Var],
-    ) -> Sequence[Any]:
+    def _call(self, program: Program, eqn: JaxprEqn, env: dict[Var, Any]) -> Sequence[Any]:
         if not bodies_of(eqn):
-            function, invars = cut_out(jaxpr, [eqn], eqn.outvars)
+            function, invars = cut_out(program.jaxpr, [eqn], eqn.outvars)
             return function(*(widen(env[v], v) for v in invars))
         operands = [env[a] if is_var(a) else a.val for a in eqn.invars]
-        depends = [is_var(a) and a in depending for a in eqn.invars]
-        reaches = [v in reaching for v in eqn.outvars]
+        depends = [is_var(a) and a in program.depending for a in eqn.invars]
+        reaches = [v in program.reaching for v in eqn.outvars]
         evaluator = dataclasses.replace(self, half=marked_dtype(eqn) or self.half)
         return CALLS[eqn.primitive.name](Site(evaluator, eqn, operands, depends, reaches))
 
     def _part(
-        self,
-        jaxpr: Jaxpr,
-        eqns: Sequence[JaxprEqn],
-        leaving: set[Var],
-        env: dict[Var, Any],
-        depending: set[Var],
-        reaching: set[Var],
+        self, program: Program, eqns: Sequence[JaxprEqn], leaving: set[Var], env: dict[Var, Any]
     ) -> None:
         """Evaluates a segment and the products after it; the backward pass repeats the segment."""
-        moving = [e for e in eqns if depending.intersection(e.outvars)]
+        jaxpr = program.jaxpr
         # What depends on no product (masks, positions, random bits) is computed once, as traced.
-        fixed = [e for e in eqns if not depending.intersection(e.outvars)]
+        is_fixed = [not (self.flow.is_product(e) or program.takes_a_product(e)) for e in eqns]
+        fixed = list(itertools.compress(eqns, is_fixed))
+        moving = [e for e, apart in zip(eqns, is_fixed, strict=True) if not apart]
         wanted = leaving | {a for e in moving for a in e.invars if is_var(a)}
         outvars = [v for e in fixed for v in e.outvars if v in wanted]
         function, invars = cut_out(jaxpr, fixed, outvars)
@@ -122,7 +129,7 @@ class Evaluation:
         segment = moving[: len(moving) - len(products)]
         taken = {a for e in products for a in e.invars if is_var(a)}
         made = [v for e in segment for v in e.outvars if v in leaving or v in taken]
-        stored = self._stored(segment, made, depending, reaching)
+        stored = self._stored(program, segment, made)
         function, needed = cut_out(jaxpr, segment, made)
         outvars = [v for e in moving for v in e.outvars if v in leaving]
         _, invars = cut_out(jaxpr, moving, outvars)
@@ -139,30 +146,32 @@ class Evaluation:
                 values.update(zip(eqn.outvars, self._product(jaxpr, eqn, operands), strict=True))
             return [values[v] for v in outvars]
 
-        repeated = products or reaching.intersection(outvars)
+        repeated = products or program.reaching.intersection(outvars)
         if self.recompute and repeated and not any(map(acts, moving)):
             part = jax.checkpoint(part, policy=self._is_kept)
         # What only products take is kept in half, but for arguments: they are there anyway.
-        there = {*jaxpr.invars, *jaxpr.constvars, *needed}
-        there |= {a for e in products if marked_dtype(e) for a in e.invars if is_var(a)}
-        halved = {v for v in taken.difference(there) if is_float32(v)}
-        args = [cast(env[v], self.half) if v in halved else env[v] for v in invars]
+        unmarked = [a for e in products if not marked_dtype(e) for a in e.invars]
+        halved = {a for a in unmarked if is_var(a) and is_float32(a)}
+        args = [
+            cast(env[v], self.half)
+            if v in halved and v not in needed and v not in program.arguments
+            else env[v]
+            for v in invars
+        ]
         env.update(zip(outvars, part(*args), strict=True))
 
     def _is_kept(self, primitive: Any, *_: Any, **__: Any) -> bool:
         # A product in a segment is one of a full-precision region.
         return primitive.name in self.flow.products or primitive.name.startswith(_KEPT)
 
-    def _stored(
-        self, eqns: list[JaxprEqn], outvars: list[Var], depending: set[Var], reaching: set[Var]
-    ) -> set[Var]:
+    def _stored(self, program: Program, eqns: list[JaxprEqn], outvars: list[Var]) -> set[Var]:
         sizes = [_size(a) for e in eqns for a in (*e.invars, *e.outvars)]
         return {
             v
             for v in outvars
             if is_float32(v)
-            and v in depending
-            and v in reaching
+            and v in program.depending
+            and v in program.reaching
             and _size(v) * _SMALL >= max(sizes)
         }
 
