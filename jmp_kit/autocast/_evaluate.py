@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from jmp_kit.autocast._calls import CALLS
 from jmp_kit.autocast._evaluator import Site
 from jmp_kit.autocast._flow import Flow, bodies_of
 from jmp_kit.autocast._jaxpr import cast, cut_out, is_float32, is_var, retyped, widen
-from jmp_kit.autocast._marks import marked_dtype
+from jmp_kit.autocast._marks import marked_dtype, scope_of
 from jmp_kit.autocast._parts import acts, parts_of
 
 # What a segment's backward pass does not compute again, for it is small or costly.
@@ -103,6 +104,8 @@ class Evaluation:
 
     def _call(self, program: Program, eqn: JaxprEqn, env: dict[Var, Any]) -> Sequence[Any]:
         if not bodies_of(eqn):
+            where = " in ".join(filter(None, (eqn.primitive.name, scope_of(eqn))))
+            warnings.warn(_UNKNOWN.format(where=where), stacklevel=2)
             function, invars = cut_out(program.jaxpr, [eqn], eqn.outvars)
             return function(*(widen(env[v], v) for v in invars))
         operands = [env[a] if is_var(a) else a.val for a in eqn.invars]
@@ -174,6 +177,12 @@ class Evaluation:
             and v in program.reaching
             and _size(v) * _SMALL >= max(sizes)
         }
+
+
+_UNKNOWN = (
+    "autocast does not know how {where} calls what is inside it, so the products there run as they "
+    "were traced. If that is meant, say so: with jmp_kit.full_precision(): …"
+)
 
 
 def _size(atom: Any) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_kit import autocast
+from jmp_kit import autocast, full_precision
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -110,6 +110,7 @@ PROGRAMS = {
 NOT_REVERSIBLE = {"while"}
 
 
+@pytest.mark.filterwarnings("ignore:autocast does not know how custom_linear_solve")
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize(
     ("policy", "tolerance"), [("mixed_bfloat16", 0.12), ("mixed_float16", 0.03)]
@@ -127,3 +128,13 @@ def test_it_runs_and_is_right(name, policy, tolerance):
     if name not in NOT_REVERSIBLE:
         check(jax.grad(autocast(fun, policy)), jax.grad(fun))
         check(autocast(jax.grad(fun), policy), jax.grad(fun))
+
+
+def test_what_it_does_not_know_is_not_passed_over_in_silence():
+    def fun(w, x):
+        with jax.named_scope("solver"):
+            return PROGRAMS["linear_solve"](w, x)
+
+    with pytest.warns(UserWarning, match="custom_linear_solve in solver calls what is inside it"):
+        autocast(fun, "mixed_bfloat16")(W, X)
+    autocast(full_precision(fun), "mixed_bfloat16")(W, X)  # warnings are errors here
