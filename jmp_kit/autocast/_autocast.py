@@ -42,8 +42,8 @@ def autocast(
     `fun` may be any JAX function: Flax, Equinox, Haiku or plain jnp; a loss, or for bfloat16 a
     whole train step with `jax.value_and_grad` and the optimizer inside. It composes with jit,
     grad, vmap, checkpoint and scan, on either side. Random bits are drawn as often as before,
-    effects keep their order, and casts that `fun` makes are kept. A call of a kind that is not known
-    here runs as it was traced, and a warning says so.
+    effects keep their order, and casts that `fun` makes are kept. A call of a kind that is not
+    known here runs as it was traced, and a warning says so.
 
     Args:
       fun: the function. Left out, `autocast(policy)` is a decorator.
