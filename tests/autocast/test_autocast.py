@@ -209,6 +209,42 @@ def test_a_function_with_a_rule_may_close_over_arrays(kind):
     assert products_of(gradient, X) == [{jnp.dtype(jnp.float16)}] * 4
 
 
+def test_parameters_of_calls_are_kept():
+    """Names, shardings, donation, unrolling, checkpoint policies."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    saved = jax.checkpoint_policies.dots_saveable
+
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    def fun(w, x):
+        in_shardings = None, sharding
+        x = jax.jit(layer, in_shardings=in_shardings, out_shardings=sharding, donate_argnums=1)(
+            w, x
+        )
+        x = jax.jit(layer, keep_unused=True, inline=False)(w, x)
+        x = jax.checkpoint(layer, policy=saved, prevent_cse=False)(w, x)
+        x = lax.scan(lambda x, _: (layer(w, x), None), x, None, 4, reverse=True, unroll=2)[0]
+        specs = jax.P(), jax.P("data")
+        return jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=jax.P("data"))(w, x)
+
+    names = (
+        "name in_shardings out_shardings donated_invars keep_unused inline length reverse unroll"
+    )
+    names = {*names.split(), "policy", "prevent_cse", "mesh", "in_specs", "out_specs"}
+
+    def calls(fun):
+        found = []
+        for eqn in jax.make_jaxpr(fun)(SQUARE[0], X).jaxpr.eqns:
+            if eqn.primitive.name in ("jit", "pjit", "remat2", "checkpoint", "scan", "shard_map"):
+                found.append({k: str(v) for k, v in eqn.params.items() if k in names})
+        return found
+
+    assert len(calls(fun)) == 5
+    assert calls(autocast(fun, "mixed_bfloat16")) == calls(fun)
+
+
 def test_full_precision_by_context_and_by_decorator():
     @full_precision
     def head(x, w):
