@@ -72,7 +72,7 @@ def test_closer_and_leaner(name, dtype):
 
 @pytest.mark.parametrize("name", ["transformer", "resnet_group"])
 def test_neither_slower_to_run_nor_much_slower_to_trace(name):
-    """Side by side in one run, the best of several."""
+    """Side by side in one run, the best of several, by processor time: others run beside it."""
     model = MODELS[name]
     example = model.draw(0)
     losses = {"hand": model.loss(jnp.bfloat16), "ours": autocast(model.loss(), jnp.bfloat16)}
@@ -83,9 +83,9 @@ def test_neither_slower_to_run_nor_much_slower_to_trace(name):
             start = time.process_time()
             jax.make_jaxpr(jax.value_and_grad(lambda *a, k=k: losses[k](*a)))(*example)
             traced[k].append(time.process_time() - start)
-            start = time.perf_counter()
+            start = time.process_time()
             jax.block_until_ready(programs[k](*example))
-            run[k].append(time.perf_counter() - start)
+            run[k].append(time.process_time() - start)
     assert min(traced["ours"]) <= 1.6 * min(traced["hand"])
     if COMPILES_AS_TRACED:
         assert min(run["ours"]) <= 1.1 * min(run["hand"])
