@@ -149,7 +149,7 @@ class Evaluation:
                 values.update(zip(eqn.outvars, self._product(jaxpr, eqn, operands), strict=True))
             return [values[v] for v in outvars]
 
-        repeated = products or program.reaching.intersection(outvars)
+        repeated = segment and (products or program.reaching.intersection(outvars))
         if self.recompute and repeated and not any(map(acts, moving)):
             part = jax.checkpoint(part, policy=self._is_kept)
         # What only products take is kept in half, but for arguments: they are there anyway.
