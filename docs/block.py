@@ -82,20 +82,23 @@ def rows() -> list[Row]:
     shapes["down"] = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
     x = jax.ShapeDtypeStruct((BATCH, TIME, WIDTH), jnp.float32)
     program = jax.make_jaxpr(jmp_kit.autocast(block, "mixed_bfloat16"))(shapes, x).jaxpr
-    parts = [i for i, eqn in enumerate(program.eqns) if eqn.primitive.name == "remat2"]
+    last = max(i for i, eqn in enumerate(program.eqns) if eqn.primitive.name == "remat2")
     found = []
-    for i in parts:
-        body = program.eqns[i].params["jaxpr"]
-        products = [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
-        segment = names_of(eqn for eqn in body.eqns if eqn not in products)
-        made = {var: eqn for eqn in products for var in eqn.outvars}
+    for eqn in program.eqns[: last + 1]:
+        if eqn.primitive.name not in ("remat2", "dot_general"):
+            continue
+        # A part: a segment and the products after it; a product that stands alone is not wrapped.
+        eqns = eqn.params["jaxpr"].eqns if eqn.primitive.name == "remat2" else [eqn]
+        outvars = eqn.params["jaxpr"].outvars if eqn.primitive.name == "remat2" else eqn.outvars
+        products = [e for e in eqns if e.primitive.name == "dot_general"]
+        segment = names_of(e for e in eqns if e not in products)
+        made = {var: e for e in products for var in e.outvars}
         if segment:
-            stored = [var.aval.str_short() for var in body.outvars if var not in made]
+            stored = [var.aval.str_short() for var in outvars if var not in made]
             found.append(Row("segment", segment, "float32", stored))
-        for var, eqn in made.items():
-            dtype = var.aval.dtype.name
-            found.append(Row("product", names_of([eqn]), dtype, [var.aval.str_short()]))
-    rest = program.eqns[parts[-1] + 1 :]
+        for var, e in made.items():
+            found.append(Row("product", names_of([e]), var.aval.dtype.name, [var.aval.str_short()]))
+    rest = program.eqns[last + 1 :]
     dtype = program.outvars[0].aval.dtype.name
     found.append(Row("epilogue", names_of(rest), dtype, [program.outvars[0].aval.str_short()]))
     return found

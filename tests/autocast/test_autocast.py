@@ -293,13 +293,9 @@ def test_products_may_be_added():
     own.def_impl(lambda x: x)
     own.def_abstract_eval(lambda x: x)
     fun = autocast(lambda x: own.bind(jnp.sinh(x)), "half", products=PRODUCTS | {"own", "sinh"})
-    program = jax.make_jaxpr(fun)(X)
-    dtypes = {
-        eqn.primitive.name: eqn.invars[0].aval.dtype
-        for call in program.jaxpr.eqns
-        for inner in call.params.values()
-        for eqn in getattr(inner, "eqns", [])
-    }
+    calls = jax.make_jaxpr(fun)(X).jaxpr.eqns
+    inner = [eqn for call in calls for p in call.params.values() for eqn in getattr(p, "eqns", [])]
+    dtypes = {eqn.primitive.name: eqn.invars[0].aval.dtype for eqn in [*calls, *inner]}
     assert dtypes["own"] == dtypes["sinh"] == jnp.float16
 
 
