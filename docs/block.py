@@ -67,10 +67,11 @@ class Row(NamedTuple):
     stored: list[str]  # what is stored, dtype and shape
 
 
-def names_of(eqns) -> str:
+def row(kind: str, eqns, dtype: str, stored) -> Row:
     """The name scopes of equations, each once; casts have none."""
     scopes = (str(eqn.source_info.name_stack).split("/")[0] for eqn in eqns)
-    return ", ".join(dict.fromkeys(scope for scope in scopes if scope))
+    name = ", ".join(dict.fromkeys(scope for scope in scopes if scope))
+    return Row(kind, name, dtype, [var.aval.str_short() for var in stored])
 
 
 def rows() -> list[Row]:
@@ -82,25 +83,29 @@ def rows() -> list[Row]:
     shapes["down"] = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
     x = jax.ShapeDtypeStruct((BATCH, TIME, WIDTH), jnp.float32)
     program = jax.make_jaxpr(jmp_kit.autocast(block, "mixed_bfloat16"))(shapes, x).jaxpr
-    last = max(i for i, eqn in enumerate(program.eqns) if eqn.primitive.name == "remat2")
-    found = []
-    for eqn in program.eqns[: last + 1]:
-        if eqn.primitive.name not in ("remat2", "dot_general"):
-            continue
-        # A part: a segment and the products after it; a product that stands alone is not wrapped.
-        eqns = eqn.params["jaxpr"].eqns if eqn.primitive.name == "remat2" else [eqn]
-        outvars = eqn.params["jaxpr"].outvars if eqn.primitive.name == "remat2" else eqn.outvars
+    found, segment = [], []  # what follows from products and is no part of its own yet
+    depending = set()  # on a product
+    for eqn in program.eqns:
+        # A part: a segment and the products after it. Only what is repeated is wrapped.
+        repeated = eqn.primitive.name == "remat2"
+        eqns = eqn.params["jaxpr"].eqns if repeated else [eqn]
         products = [e for e in eqns if e.primitive.name == "dot_general"]
-        segment = names_of(e for e in eqns if e not in products)
-        made = {var: e for e in products for var in e.outvars}
-        if segment:
-            stored = [var.aval.str_short() for var in outvars if var not in made]
-            found.append(Row("segment", segment, "float32", stored))
-        for var, e in made.items():
-            found.append(Row("product", names_of([e]), var.aval.dtype.name, [var.aval.str_short()]))
-    rest = program.eqns[last + 1 :]
-    dtype = program.outvars[0].aval.dtype.name
-    found.append(Row("epilogue", names_of(rest), dtype, [program.outvars[0].aval.str_short()]))
+        follows = depending.intersection(map(id, eqn.invars))
+        if products:
+            segment += [e for e in eqns if e not in products]
+            made = {var: e for e in products for var in e.outvars}
+            leaving = eqn.params["jaxpr"].outvars if repeated else eqn.invars
+            stored = [var for var in leaving if any(var in e.outvars for e in segment)]
+            if segment:
+                found.append(row("segment", segment, "float32", stored))
+            for var, e in made.items():
+                found.append(row("product", [e], var.aval.dtype.name, [var]))
+            segment = []
+        elif follows:
+            segment.append(eqn)
+        if products or follows:
+            depending.update(map(id, eqn.outvars))
+    found.append(row("epilogue", segment, program.outvars[0].aval.dtype.name, program.outvars))
     return found
 
 

@@ -22,6 +22,12 @@ from jmp_kit.autocast._parts import acts, parts_of
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
 _COSTLY = ("sort", "top_k", "gather", "scatter", "cum", "while", "scan", "random_", *_COLLECTIVES)
 _KEPT = ("reduce_", "argm", *_COSTLY)
+# The derivative of an extremum compares it with what it is one of: both computed again, or a last
+# bit between them would lose the gradient. The third is no reduction.
+_NOT_KEPT = ("reduce_max", "reduce_min", "reduce_precision")
+
+# A segment of these alone keeps nothing for its backward pass, and makes nothing larger.
+_LINEAR = {"add", "sub", "neg", "reshape", "transpose", "squeeze", "convert_element_type"}
 
 # A value this many times smaller than the largest of its segment is not worth storing in half.
 _SMALL = 8
@@ -149,7 +155,8 @@ class Evaluation:
                 values.update(zip(eqn.outvars, self._product(jaxpr, eqn, operands), strict=True))
             return [values[v] for v in outvars]
 
-        repeated = segment and (products or program.reaching.intersection(outvars))
+        names = {e.primitive.name for e in segment}
+        repeated = names - _LINEAR and (products or program.reaching.intersection(outvars))
         if self.recompute and repeated and not any(map(acts, moving)):
             part = jax.checkpoint(part, policy=self._is_kept)
         # What only products take is kept in half, but for arguments: they are there anyway.
@@ -165,7 +172,8 @@ class Evaluation:
 
     def _is_kept(self, primitive: Any, *_: Any, **__: Any) -> bool:
         # A product in a segment is one of a full-precision region.
-        return primitive.name in self.flow.products or primitive.name.startswith(_KEPT)
+        name = primitive.name
+        return name in self.flow.products or (name.startswith(_KEPT) and name not in _NOT_KEPT)
 
     def _stored(self, program: Program, eqns: list[JaxprEqn], outvars: list[Var]) -> set[Var]:
         sizes = [_size(a) for e in eqns for a in (*e.invars, *e.outvars)]

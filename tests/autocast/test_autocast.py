@@ -192,6 +192,27 @@ def test_collectives_are_not_repeated_in_the_backward_pass():
     assert "remat" in programs[1]
 
 
+@pytest.mark.parametrize("extremum", ["max", "min"])
+def test_an_extremum_is_compared_with_values_computed_alike(extremum):
+    """Its derivative asks which value it is: a kept one may differ from all computed again."""
+
+    def fun(w, x):
+        h = jax.nn.softmax(x @ w[0])
+        return mean_square((h * getattr(jnp, extremum)(h, axis=-1, keepdims=True)) @ w[1])
+
+    jaxpr = jax.make_jaxpr(jax.grad(autocast(fun, "mixed_bfloat16")))(SQUARE, X)
+    [repeated] = [e.params["jaxpr"] for e in jaxpr.eqns if "policy" in e.params]
+    names = [e.primitive.name for e in repeated.eqns]
+    assert names.index(f"reduce_{extremum}") < names.index("eq")
+
+
+def test_a_segment_that_keeps_nothing_is_not_repeated():
+    def fun(w, x):
+        return mean_square((x - (x @ w[0]).T.reshape(8, 16)) @ w[1])
+
+    assert "remat" not in str(jax.make_jaxpr(jax.grad(autocast(fun, "mixed_float16")))(SQUARE, X))
+
+
 @pytest.mark.parametrize("kind", ["jvp", "vjp"])
 def test_a_function_with_a_rule_may_close_over_arrays(kind):
     if kind == "vjp":

@@ -73,13 +73,19 @@ def test_closer_and_leaner(name, dtype):
         assert temporary_bytes(programs["ours"]) <= limit * temporary_bytes(programs["hand"])
 
 
-@pytest.mark.parametrize("name", ["transformer", "resnet_group"])
-def test_neither_slower_to_run_nor_much_slower_to_trace(name):
-    command = [sys.executable, "-m", "tests.autocast.timing", name]
+def timed(*arguments):
+    command = [sys.executable, "-m", "tests.autocast.timing", *arguments]
     root = pathlib.Path(__file__).parents[2]
     run = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True)
-    ratios = json.loads(run.stdout)
-    assert ratios["trace"] <= 1.6
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("name", ["transformer", "resnet_group"])
+def test_neither_slower_to_run_nor_much_slower_to_trace(name):
+    first = {k: min(timed(name, k) for _ in range(3)) for k in ("hand", "ours")}
+    assert first["ours"] <= 1.6 * first["hand"]
+    ratios = timed(name)
+    assert ratios["retrace"] <= 1.8
     if COMPILES_AS_TRACED:
         assert ratios["step"] <= 1.1
 
