@@ -20,8 +20,10 @@ from jmp_kit.autocast._parts import acts, parts_of
 
 # What a segment's backward pass does not compute again, for it is small or costly.
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
-_COSTLY = ("sort", "top_k", "gather", "scatter", "cum", "while", "scan", "random_", *_COLLECTIVES)
-_KEPT = ("reduce_", "argm", *_COSTLY)
+_LOOPS = ("sort", "top_k", "gather", "scatter", "cum", "while", "scan", "random_")
+_SOLVERS = ("cholesky", "triangular_solve", "lu", "qr", "geqrf", "svd", "eig", "schur", "fft")
+_KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
+_KEPT = ("reduce_", "argm", *_LOOPS, *_SOLVERS, *_KERNELS, *_COLLECTIVES)
 # The derivative of an extremum compares it with what it is one of: both computed again, or a last
 # bit between them would lose the gradient. The third is no reduction.
 _NOT_KEPT = ("reduce_max", "reduce_min", "reduce_precision")

@@ -1,5 +1,6 @@
 """What autocast promises beyond numbers: dtypes in between, effects, arguments, errors."""
 
+import re
 import time
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
 
 import jmp_kit
 from jmp_kit import PRODUCTS, autocast, full_precision
@@ -189,6 +191,43 @@ def test_collectives_are_not_repeated_in_the_backward_pass():
         str(jax.make_jaxpr(jax.grad(f))(w, x)) for f in (fun, autocast(fun, "mixed_bfloat16"))
     ]
     assert programs[0].count("psum_invariant[") == programs[1].count("psum_invariant[") > 0
+    assert "remat" in programs[1]
+
+
+def cube(x):
+    """By a kernel, with a kernel for its derivative that takes what the first one gave."""
+
+    def call(kernel, *args):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas.pallas_call(kernel, out_shape=shape, interpret=True)(*args)
+
+    def forward_kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] ** 3
+
+    def backward_kernel(x_ref, y_ref, d_ref, o_ref):
+        o_ref[...] = 3 * y_ref[...] / x_ref[...] * d_ref[...]
+
+    kernel = jax.custom_vjp(lambda x: call(forward_kernel, x))
+    kernel.defvjp(
+        lambda x: (y := call(forward_kernel, x), (x, y)),
+        lambda kept, d: (call(backward_kernel, *kept, d),),
+    )
+    return kernel(x)
+
+
+def factor(x):
+    return jnp.linalg.cholesky(x @ x.T + 100 * jnp.eye(len(x))) @ x
+
+
+@pytest.mark.parametrize(("operation", "name"), [(cube, "pallas_call"), (factor, "cholesky")])
+def test_kernels_and_solvers_are_not_run_again_in_the_backward_pass(operation, name):
+    def fun(w, x):
+        return mean_square(operation(jax.nn.gelu(x @ w[0])) @ w[1])
+
+    half = autocast(fun, "mixed_bfloat16")
+    programs = [str(jax.make_jaxpr(jax.grad(f))(SQUARE, X)) for f in (fun, half)]
+    counts = [len(re.findall(rf"= {name}\b", program)) for program in programs]
+    assert counts[0] == counts[1] > 0
     assert "remat" in programs[1]
 
 
