@@ -101,6 +101,9 @@ def rows() -> list[Row]:
             for var, e in made.items():
                 found.append(row("product", [e], var.aval.dtype.name, [var]))
             segment = []
+        elif eqn.primitive.name == "optimization_barrier":  # what the rest reads as stored
+            found.append(row("segment", segment, "float32", eqn.outvars))
+            segment = []
         elif follows:
             segment.append(eqn)
         if products or follows:

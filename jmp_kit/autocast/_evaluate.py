@@ -1,22 +1,23 @@
 """Evaluating a jaxpr: products in half, segments between them in float32 and stored in half."""
 
 import dataclasses
-import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit.autocast._biases import bias_of, carrying_bias
 from jmp_kit.autocast._calls import CALLS
 from jmp_kit.autocast._evaluator import Site
 from jmp_kit.autocast._flow import Flow, bodies_of
-from jmp_kit.autocast._jaxpr import cast, cut_out, is_float32, is_var, retyped, widen
+from jmp_kit.autocast._jaxpr import cast, cut_out, is_float32, is_var, retyped, uses_of, widen
 from jmp_kit.autocast._marks import marked_dtype, scope_of
-from jmp_kit.autocast._parts import acts, parts_of
+from jmp_kit.autocast._parts import acts, head_of, parts_of
 
 # What a segment's backward pass does not compute again, for it is small or costly.
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
@@ -42,10 +43,13 @@ class Program(NamedTuple):
     arguments: set[Var]
     depending: set[Var]  # on a product
     reaching: set[Var]  # a product
+    uses: Mapping[Var, Sequence[JaxprEqn | None]]  # in order; None for a result of the jaxpr
 
-    def takes_a_product(self, eqn: JaxprEqn) -> bool:
-        """Whether an operand depends on a product."""
-        return any(is_var(a) and a in self.depending for a in eqn.invars)
+    def leaving(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
+        """What others take of the results of these equations."""
+        these = set(map(id, eqns))
+        made = (v for e in eqns for v in e.outvars)
+        return [v for v in made if any(id(use) not in these for use in self.uses.get(v, ()))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,23 +81,19 @@ class Evaluation:
             {*jaxpr.invars, *jaxpr.constvars},
             self.flow.depending(jaxpr, depends),
             self.flow.reaching(jaxpr, reaches),
+            uses_of(jaxpr),
         )
         env: dict[Var, Any] = {}
         env.update(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
-        parts = [part for part in parts_of(jaxpr.eqns, self.flow) if part]
-        last_use = {
-            v: i for i, part in enumerate(parts) for e in part for v in e.invars if is_var(v)
-        }
-        last_use |= {v: len(parts) for v in jaxpr.outvars if is_var(v)}
-        for i, part in enumerate(parts):
+        for part in filter(None, parts_of(jaxpr.eqns, self.flow)):
             if not self.flow.is_product(part[0]) and self.flow.holds_product(part[0]):
                 results = self._call(program, part[0], env)
                 env.update(zip(part[0].outvars, results, strict=True))
             else:
-                leaving = {v for e in part for v in e.outvars if last_use.get(v, -1) > i}
-                self._part(program, part, leaving, env)
+                self._fixed(program, part, env)
+                self._part(program, [e for e in part if self._moves(program, e)], env)
         return [env[atom] if is_var(atom) else atom.val for atom in jaxpr.outvars]
 
     def _product(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
@@ -122,27 +122,35 @@ class Evaluation:
         evaluator = dataclasses.replace(self, half=marked_dtype(eqn) or self.half)
         return CALLS[eqn.primitive.name](Site(evaluator, eqn, operands, depends, reaches))
 
-    def _part(
-        self, program: Program, eqns: Sequence[JaxprEqn], leaving: set[Var], env: dict[Var, Any]
-    ) -> None:
-        """Evaluates a segment and the products after it; the backward pass repeats the segment."""
-        jaxpr = program.jaxpr
-        # What depends on no product (masks, positions, random bits) is computed once, as traced.
-        is_fixed = [not (self.flow.is_product(e) or program.takes_a_product(e)) for e in eqns]
-        fixed = list(itertools.compress(eqns, is_fixed))
-        moving = [e for e, apart in zip(eqns, is_fixed, strict=True) if not apart]
-        wanted = leaving | {a for e in moving for a in e.invars if is_var(a)}
-        outvars = [v for e in fixed for v in e.outvars if v in wanted]
-        function, invars = cut_out(jaxpr, fixed, outvars)
+    def _moves(self, program: Program, eqn: JaxprEqn) -> bool:
+        depends = any(is_var(a) and a in program.depending for a in eqn.invars)
+        return depends or self.flow.is_product(eqn)
+
+    def _fixed(self, program: Program, part: list[JaxprEqn], env: dict[Var, Any]) -> None:
+        """What depends on no product (masks, positions, random bits): computed once, as traced."""
+        eqns = [e for e in part if not self._moves(program, e)]
+        outvars = program.leaving(eqns)
+        function, invars = cut_out(program.jaxpr, eqns, outvars)
         env.update(zip(outvars, function(*(env[v] for v in invars)), strict=True))
 
+    def _part(self, program: Program, moving: list[JaxprEqn], env: dict[Var, Any]) -> None:
+        """Evaluates a segment and the products after it; the backward pass repeats the segment."""
+        jaxpr = program.jaxpr
+        outvars = program.leaving(moving)
+        leaving = set(outvars)
         products = [e for e in moving if self.flow.is_product(e)]
         segment = moving[: len(moving) - len(products)]
         taken = {a for e in products for a in e.invars if is_var(a)}
         made = [v for e in segment for v in e.outvars if v in leaving or v in taken]
         stored = self._stored(program, segment, made)
+        if first := head_of(segment, stored & leaving):
+            self._part(program, first, env)
+            # The rest reads what is stored: the barrier keeps XLA on GPUs from float32 beside it.
+            again = [v for e in first for v in e.outvars if v in stored]
+            env.update((v, lax.optimization_barrier(env[v])) for v in again)
+            self._part(program, [e for e in moving if e not in first], env)
+            return
         function, needed = cut_out(jaxpr, segment, made)
-        outvars = [v for e in moving for v in e.outvars if v in leaving]
         _, invars = cut_out(jaxpr, moving, outvars)
 
         def part(*args: Any) -> list[Any]:
@@ -171,6 +179,11 @@ class Evaluation:
             for v in invars
         ]
         env.update(zip(outvars, part(*args), strict=True))
+        for result in {v for e in products for v in e.outvars}.intersection(outvars):
+            bias = bias_of(result, program.uses)
+            if bias in env and bias not in program.depending:
+                env[result] = carrying_bias(env[result], env[bias])
+                env[bias] = lax.stop_gradient(env[bias])
 
     def _is_kept(self, primitive: Any, *_: Any, **__: Any) -> bool:
         # A product in a segment is one of a full-precision region.

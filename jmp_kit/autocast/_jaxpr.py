@@ -4,6 +4,7 @@ Up to JAX 0.11 a `ClosedJaxpr` holds a `Jaxpr` and its constants; from 0.12 they
 Up to 0.11 a scan says `num_consts` and `num_carry`; from 0.12 it has trees, `ft_in` and `ft_out`.
 """
 
+import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,19 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()  # pragma: no cover  (from JAX 0.12)
     return len(consts), len(carry)  # pragma: no cover
+
+
+def uses_of(jaxpr: Jaxpr) -> Mapping[Var, Sequence[JaxprEqn | None]]:
+    """The equations that take each variable; None for a result of the jaxpr."""
+    uses: dict[Var, list[JaxprEqn | None]] = collections.defaultdict(list)
+    for eqn in jaxpr.eqns:
+        for atom in eqn.invars:
+            if is_var(atom):
+                uses[atom].append(eqn)
+    for atom in jaxpr.outvars:
+        if is_var(atom):
+            uses[atom].append(None)
+    return uses
 
 
 def cut_out(

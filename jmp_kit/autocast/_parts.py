@@ -1,6 +1,6 @@
 """A jaxpr split into the parts that are evaluated, and in the backward pass repeated, as one."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -37,6 +37,24 @@ def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
             segment.append(eqn)
     yield [*segment, *products]
     yield following
+
+
+def head_of(segment: Sequence[JaxprEqn], stored: Set[Var]) -> list[JaxprEqn]:
+    """The equations that make what is stored for others and taken in the segment, too.
+
+    None if the rest of the segment takes more of theirs than that, which would have to be kept.
+    """
+    taken = {a for e in segment for a in e.invars if is_var(a)}
+    wanted = set(stored & taken)
+    head: list[JaxprEqn] = []
+    for eqn in reversed(segment):
+        if wanted.intersection(eqn.outvars):
+            head.insert(0, eqn)
+            wanted.update(a for a in eqn.invars if is_var(a))
+    made = {v for e in head for v in e.outvars} - stored
+    rest = [e for e in segment if e not in head]
+    crosses = any(is_var(a) and a in made for e in rest for a in e.invars)
+    return head if rest and not crosses else []
 
 
 def acts(eqn: JaxprEqn) -> bool:
