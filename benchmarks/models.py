@@ -8,20 +8,34 @@ import jax
 import jax.numpy as jnp
 
 
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, half: Any = None) -> jax.Array:
+    """Of [batch, time, heads, width]; by cuDNN's kernel on a GPU if there is a half dtype for it.
+
+    That kernel takes nothing wider, so a float32 model casts to it, and back, by hand.
+    """
+    if half is None or jax.default_backend() != "gpu":
+        return nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(q[:, :, 0, 0]))
+    operands = (x.astype(half) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(*operands, is_causal=True, implementation="cudnn")
+    return out.astype(q.dtype)
+
+
 class GPTBlock(nn.Module):
     """Causal attention and a GELU network, each after a norm."""
 
     heads: int
     dtype: Any
+    half: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, time, width] to the same."""
         norm = functools.partial(nn.LayerNorm, dtype=self.dtype)
         dense = functools.partial(nn.Dense, dtype=self.dtype)
-        mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
-        x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(norm()(x), mask=mask)
-        width = x.shape[-1]
+        *shape, width = x.shape
+        qkv = dense(3 * width)(norm()(x)).reshape(*shape, 3, self.heads, width // self.heads)
+        y = causal_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], self.half)
+        x = x + dense(width)(y.reshape(x.shape))
         return x + dense(width)(nn.gelu(dense(4 * width)(norm()(x))))
 
 
@@ -33,16 +47,17 @@ class GPT(nn.Module):
     heads: int
     width: int
     dtype: Any = None
+    half: Any = None  # what attention computes in, by a kernel that takes only half
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits [batch, time, vocabulary] of tokens int[batch, time]."""
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
         initialise = nn.initializers.normal(0.02)
+        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype, embedding_init=initialise)
         position = self.param("position", initialise, (tokens.shape[1], self.width))
         x = embed(tokens) + position.astype(self.dtype or jnp.float32)
         for _ in range(self.layers):
-            x = GPTBlock(self.heads, self.dtype)(x)
+            x = GPTBlock(self.heads, self.dtype, self.half)(x)
         return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import gpt
 from benchmarks.compiled import product_dtypes
 from jmp_kit import autocast
 from tests.autocast.by_hand import MODELS
@@ -26,3 +27,17 @@ def test_every_compiled_product_is_half_and_memory_is_saved(name, dtype):
     assert set(products) == {SHORT[dtype]}
     bytes_of = [p.memory_analysis().temp_size_in_bytes for p in (ours, hand)]
     assert bytes_of[0] <= 0.75 * bytes_of[1]
+
+
+def test_fused_attention_runs_as_often_as_by_hand():
+    """Once forward and once backward for each of two layers: not again to recompute."""
+    task = gpt.task(gpt.TINY["gpt 124M"])
+    tokens = jnp.zeros((2, 16), jnp.int32)
+
+    def kernels(loss_fn):
+        step = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+        text = step.lower(*task.variables, tokens, tokens).compile().as_text()
+        return text.count('custom_call_target="__cudnn$fmha')
+
+    ours = kernels(autocast(task.loss(half=jnp.bfloat16), jnp.bfloat16))
+    assert ours == kernels(task.loss(jnp.bfloat16)) == 4

@@ -1,0 +1,148 @@
+"""What does a GPU's compiler make of the train steps, on a machine without a GPU?
+
+Compiled for an H200, and not run: no times, but the dtypes of products, the memory, and the bytes
+that kernels read and write. Needs JAX's CUDA plugin: `pip install ".[cuda12]"`.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import topologies
+
+from benchmarks import gpt
+from benchmarks.compiled import bytes_moved, product_dtypes, program_bytes
+from benchmarks.measuring import Contender
+from benchmarks.models import ResNet
+from benchmarks.results import Column, Options, Row, number
+from benchmarks.training import Task, contenders
+
+DEVICE = "NVIDIA H200, compiled for and not run"
+
+COLUMNS = [
+    Column("contender", lambda row: row["contender"]),
+    Column("products", lambda row: ", ".join(f"{n} {d}" for d, n in row["products"].items())),
+    Column("memory, GiB", number("program_mib", ",.2f", 1 / 1024)),
+    Column("read and written, GB", number("bytes_moved", ",.1f", 1e-9)),
+]
+
+# What XLA has to know of the device.
+H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  l2_cache_size: 52428800
+  memory_bandwidth: 4800000000000
+  device_memory_size: 150000000000
+  clock_rate_ghz: 1.98
+}
+platform_name: "CUDA"
+runtime_version { major: 12 minor: 9 }
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def run(options: Options) -> list[Row]:
+    """Every train step of both models, in a process that sees no GPU."""
+    names = [
+        f"{model}: {c.name}"
+        for model, task, _ in _models(options.tiny)
+        for c in contenders(task)
+        if options.takes(c.name)
+    ]
+    if not has_plugin():
+        reason = "JAX's CUDA plugin is not installed: pip install jmp-kit[cuda12]"
+        return [
+            {"group": model, "contender": name, "failed": reason}
+            for model, _, name in (name.partition(": ") for name in names)
+        ]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+    what = json.dumps({"tiny": options.tiny, "names": names})
+    command = [sys.executable, "-m", "benchmarks.programs", what]
+    printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    printed.check_returncode()
+    rows: list[Row] = json.loads(printed.stdout.splitlines()[-1])
+    return rows
+
+
+def has_plugin() -> bool:
+    """Whether JAX can compile for a GPU here."""
+    return importlib.util.find_spec("jax_plugins") is not None and any(
+        importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
+    )
+
+
+def _models(tiny: bool) -> list[tuple[str, Task, tuple[Any, ...]]]:
+    """Shapes alone are needed. The GPT has plain attention: cuDNN's asks for a device."""
+    size = gpt.TINY["gpt 124M"] if tiny else dataclasses.replace(gpt.SIZES["gpt 124M"], batch=16)
+    stages, width, batch, pixels = ((1, 1), 8, 4, 32) if tiny else ((3, 4, 6, 3), 64, 128, 224)
+    tokens = jax.ShapeDtypeStruct((size.batch, size.time), jnp.int32)
+    images = jax.ShapeDtypeStruct((batch, pixels, pixels, 3), jnp.float32)
+    resnet = Task(
+        lambda dtype, half: ResNet(stages, width, 1000, dtype),
+        jnp.zeros((1, pixels, pixels, 3)),
+        optax.sgd(0.1, momentum=0.9),
+    )
+    return [
+        ("gpt 124M", gpt.task(size, fused=False), (tokens, tokens)),
+        ("resnet", resnet, (images, jax.ShapeDtypeStruct((batch,), jnp.int32))),
+    ]
+
+
+def _compiled(contender: Contender, batch: tuple[Any, ...], device: Any) -> Row:
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def there(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    step, state = contender.flat()
+    with jax.default_matmul_precision(contender.precision):
+        traced = jax.jit(step, donate_argnums=0).trace(there(state), *there(batch))
+    program = traced.lower().compile()
+    text = program.as_text()
+    return {
+        "contender": contender.name,
+        "products": product_dtypes(text),
+        "program_mib": program_bytes(program) / 2**20,
+        "bytes_moved": bytes_moved(text),
+    }
+
+
+def main() -> None:
+    """Takes what to compile; prints the rows as JSON."""
+    what = json.loads(sys.argv[1])
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+    rows = []
+    for model, task, batch in _models(what["tiny"]):
+        for contender in contenders(task):
+            if f"{model}: {contender.name}" in what["names"]:
+                print(model, contender.name, file=sys.stderr)
+                rows.append({"group": model, **_compiled(contender, batch, topology.devices[0])})
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

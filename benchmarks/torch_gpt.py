@@ -1,0 +1,174 @@
+"""The same GPT and batches in PyTorch, with its AMP, as a process of its own.
+
+For two frameworks in one process would each keep the memory of a GPU for itself.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.results import Options, Row
+
+if TYPE_CHECKING:
+    from benchmarks.gpt import Size
+
+NAMES = "PyTorch AMP, bfloat16", "PyTorch AMP, float16"
+
+
+def measure(size: "Size", batches: Sequence[tuple[np.ndarray, ...]], options: Options) -> list[Row]:
+    """A row per way of AMP; it says so where there is no PyTorch."""
+    names = [name for name in NAMES if options.takes(name)]
+    if not names:
+        return []
+    if not importlib.util.find_spec("torch"):
+        reason = "PyTorch is not installed: pip install jmp-kit[torch]"
+        return [{"contender": name, "failed": reason} for name in names]
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "batches.npz"
+        np.savez(file, inputs=[x for x, _ in batches], labels=[y for _, y in batches])
+        what = {"size": dataclasses.asdict(size), "names": names, "steps": options.steps}
+        command = [sys.executable, "-m", "benchmarks.torch_gpt", str(file), json.dumps(what)]
+        run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        reason = run.stderr.strip().rpartition("\n")[2][:200]
+        return [{"contender": name, "failed": reason} for name in names]
+    rows: list[Row] = json.loads(run.stdout.splitlines()[-1])
+    return rows
+
+
+def _model(size: dict[str, int]) -> Any:
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    width, heads = size["width"], size["heads"]
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(width, eps=1e-6) for _ in range(2))
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: Any) -> Any:
+            batch, length, _ = x.shape
+            qkv = self.qkv(self.norms[0](x)).view(batch, length, 3, heads, width // heads)
+            q, k, v = qkv.permute(2, 0, 3, 1, 4)
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+            y = functional.gelu(self.up(self.norms[1](x)), approximate="tanh")
+            return x + self.down(y)
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(size["vocabulary"], width)
+            self.position = nn.Parameter(torch.empty(size["time"], width))
+            self.blocks = nn.ModuleList(Block() for _ in range(size["layers"]))
+            self.norm = nn.LayerNorm(width, eps=1e-6)
+            for module in self.modules():
+                if isinstance(module, nn.Linear):  # as Flax's Dense
+                    nn.init.trunc_normal_(module.weight, std=module.in_features**-0.5)
+                    nn.init.zeros_(module.bias)
+            nn.init.normal_(self.embed.weight, std=0.02)
+            nn.init.normal_(self.position, std=0.02)
+
+        def forward(self, tokens: Any, labels: Any) -> Any:
+            x = self.embed(tokens) + self.position
+            for block in self.blocks:
+                x = block(x)
+            logits = functional.linear(self.norm(x), self.embed.weight)
+            return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    return GPT()
+
+
+class _Run:
+    """One way of AMP, on its way through the batches."""
+
+    def __init__(self, name: str, size: dict[str, int], batches: list[Any], device: str) -> None:
+        import torch
+
+        torch.manual_seed(0)
+        self.name, self.batches, self.device = name, batches, device
+        self.dtype = torch.bfloat16 if name.endswith("bfloat16") else torch.float16
+        model = _model(size).to(device)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), 3e-4, eps=1e-8, weight_decay=1e-4, fused=device == "cuda"
+        )
+        self.scaler = torch.amp.GradScaler(device, enabled=self.dtype == torch.float16)
+        self.model = torch.compile(model) if device == "cuda" else model
+        self.losses: list[Any] = []
+
+    def advance(self, steps: int) -> float:
+        """Seconds of this many steps."""
+        import torch
+
+        start = time.perf_counter()
+        for _ in range(steps):
+            inputs, labels = self.batches[len(self.losses) % len(self.batches)]
+            with torch.autocast(self.device, self.dtype):
+                loss = self.model(inputs, labels)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.losses.append(loss.detach())
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    """Takes batches and what to run; prints the rows as JSON."""
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("batches")
+    parser.add_argument("what", type=json.loads)
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_float32_matmul_precision("high")
+    arrays = np.load(options.batches)
+    batches = [
+        tuple(torch.from_numpy(x).long().to(device) for x in pair)
+        for pair in zip(arrays["inputs"], arrays["labels"], strict=True)
+    ]
+    rows, runs = [], []
+    for name in options.what["names"]:
+        others = torch.cuda.memory_allocated() if device == "cuda" else 0
+        run = _Run(name, options.what["size"], batches, device)
+        start = time.perf_counter()
+        run.advance(1)
+        row: dict[str, Any] = {"contender": name, "compile_s": time.perf_counter() - start}
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            run.advance(1)
+            row["peak_mib"] = (torch.cuda.max_memory_allocated() - others) / 2**20
+        rows.append(row)
+        runs.append(run)
+    block = max(1, math.ceil(0.05 / runs[0].advance(1)))
+    seconds: list[list[float]] = [[] for _ in runs]
+    for _ in range(options.what["steps"]):
+        for found, run in zip(seconds, runs, strict=True):
+            found.append(run.advance(block) / block)
+    for row, found, run in zip(rows, seconds, runs, strict=True):
+        row |= {"step_ms": statistics.median(found) * 1e3}
+        row["losses"] = [float(loss) for loss in run.losses]
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

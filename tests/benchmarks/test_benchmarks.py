@@ -1,0 +1,246 @@
+"""Every benchmark runs, as toys; what the tables say is read off what was measured."""
+
+import importlib.util
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import corpus, gpt, programs, report, results
+from benchmarks.__main__ import BENCHMARKS, main
+from benchmarks.compiled import bytes_moved, product_dtypes, program_bytes
+from benchmarks.measuring import Contender, measure
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+# Few of some: compiling is slow, and all train steps of a kind are of one making.
+ONLY = {
+    "gpt": "",
+    "resnet": "scaled|DynamicScale|jmp, bfloat16|mpx",
+    "mlp": "jmp_kit, bfloat16$",
+    "pieces": "^autocast$|dynamic|^half parameters",
+    "optimizer": "",
+    "ceiling": "",
+    "programs": "bfloat16$",
+    "accuracy": "float32, highest|float16, mixed|bfloat16 only",
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """Runs a benchmark once; its rows."""
+    folder = tmp_path_factory.mktemp("results")
+    found = {}
+
+    def rows(name):
+        if name not in found:
+            out = folder / "cpu-2026-01-01.json"
+            main([name, "--tiny", "--steps", "2", "--only", ONLY[name], "--out", str(out)])
+            found[name] = json.loads(out.read_text())["results"][name]["rows"]
+        return found[name]
+
+    return rows
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_it_runs_and_its_table_has_a_row_for_each_contender(name, measured):
+    rows = measured(name)
+    assert rows
+    for row in rows:
+        assert results.cells(row, BENCHMARKS[name].COLUMNS)[0]
+        assert ("failed" in row) == ((name, row["contender"]) in REFUSED)
+        if "step_ms" in row:
+            assert row["step_ms"] > 0
+            assert row["step_ms_quartiles"][0] <= row["step_ms"] <= row["step_ms_quartiles"][1]
+
+
+TORCH = importlib.util.find_spec("torch") is not None
+REFUSED = {("optimizer", "mixed_precision, bfloat16, remainders")}
+if not TORCH:
+    REFUSED |= {("gpt", f"PyTorch AMP, {dtype}") for dtype in ("bfloat16", "float16")}
+if not programs.has_plugin():
+    REFUSED |= {("programs", f"{way}, bfloat16") for way in ("jmp_kit", "by hand", "jmp")}
+
+
+def test_all_contenders_train_the_same_model(measured):
+    rows = [row for row in measured("gpt") if "failed" not in row]
+    assert len(rows) == 13 + 2 * TORCH
+    for row in rows:
+        if not row["contender"].startswith("PyTorch"):  # which draws other weights
+            assert abs(row["losses"][0] - rows[-1]["losses"][0]) < 0.02
+        assert row["losses"][-1] < row["losses"][0]
+    by_name = {row["contender"]: row for row in rows}
+    assert by_name["jmp_kit, bfloat16"]["words_per_s"] > 0
+
+
+def test_the_operations_of_a_gpt():
+    """Counted by XLA for the forward pass: a third of a step's, attention whole."""
+    size = gpt.Size(layers=2, heads=2, width=128, batch=2, time=64, vocabulary=512)
+    task = gpt.task(size)
+    params, rest = jax.eval_shape(lambda: task.variables)
+    tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    program = jax.jit(task.loss()).lower(params, rest, tokens, tokens).compile()
+    whole = size.operations / 3 + 2 * 2 * 64 * 2 * 64 * 128
+    assert program.cost_analysis()["flops"] == pytest.approx(whole, rel=0.05)
+
+
+def test_what_a_contender_refuses_is_told_and_the_others_go_on():
+    def refused(state, x):
+        raise NotImplementedError("no such kernel here\nwith details")
+
+    contenders = [
+        Contender("refuses", refused, lambda: jnp.zeros(())),
+        Contender("runs", lambda state, x: (state + x.sum(), state), lambda: jnp.zeros(())),
+    ]
+    rows = measure(contenders, [(jnp.ones(3),), (jnp.zeros(3),)], steps=3, title="two")
+    assert rows[0] == {"contender": "refuses", "failed": "no such kernel here"}
+    assert rows[1]["losses"][:4] == [0, 3, 3, 6]
+    table = results.cells(rows[0], gpt.COLUMNS)
+    assert table == ["refuses", "not measured: no such kernel here"]
+
+
+def test_contenders_take_turns():
+    order = []
+
+    def step_of(name):
+        def step(state, x):
+            jax.debug.callback(lambda: order.append(name), ordered=True)
+            return state + x, state
+
+        return step
+
+    contenders = [Contender(name, step_of(name), lambda: jnp.zeros(())) for name in "ab"]
+    measure(contenders, [(jnp.ones(()),)], steps=2, title="turns")
+    jax.effects_barrier()
+    turns = [name for name, before in zip(order, [None, *order], strict=False) if name != before]
+    assert "".join(turns) == "ababab"  # once to warm up
+
+
+def test_the_text_is_real_and_the_same_each_time():
+    first, again = (corpus.batches(2, 3, 8, 100, limit=20) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    inputs, labels = first[0]
+    assert inputs.shape == labels.shape == (3, 8)
+    np.testing.assert_array_equal(inputs[:, 1:], labels[:, :-1])
+    assert 0 <= inputs.min() < inputs.max() < 100
+
+
+CUBLAS = """
+  %p = bf16[8,4]{1,0} parameter(0)
+  %w = f32[4,4]{1,0} parameter(1)
+  %gemm = (bf16[8,4]{1,0}, s8[1024]{0}) custom-call(%p, %p), custom_call_target="__cublas$gemm"
+  ROOT dot.1 = f32[8,4]{1,0} dot(w, w), lhs_contracting_dims={1}
+  %top = (f32[4]{0}, s32[4]{0}) custom-call(%w), custom_call_target="TopK"
+  %conv = (bf16[8]{0}, u8[0]{0}) custom-call(%p, %w), custom_call_target="__cudnn$convForward"
+"""
+
+
+def test_products_and_memory_of_a_compiled_program():
+    assert product_dtypes(CUBLAS) == {"bf16": 2, "f32": 1}
+    x = jnp.ones((8, 8))
+    program = jax.jit(lambda x: jnp.tanh(x @ x) @ x).lower(x).compile()
+    assert product_dtypes(program.as_text()) == {"f32": 2}
+    assert program_bytes(program) >= x.nbytes
+
+
+PROGRAM = """HloModule jit_f
+%fused (p: f32[8]) -> f32[8] {
+  ROOT %t = f32[8]{0} tanh(%p)
+}
+
+ENTRY %main (x: bf16[8,4], y: pred[8]) -> bf16[8,4] {
+  %x = bf16[8,4]{1,0} parameter(0)
+  %y = pred[8]{0} parameter(1)
+  %a = (f32[8]{0}, bf16[8,4]{1,0}) fusion(%x, %y), kind=kLoop, calls=%fused
+  %b = f32[8]{0} get-tuple-element(%a), index=0
+  ROOT %c = bf16[8,4]{1,0} fusion(%x, %b), kind=kLoop, calls=%fused
+}
+"""
+
+
+def test_bytes_that_kernels_move():
+    read, written = 64 + 8, 32 + 64
+    assert bytes_moved(PROGRAM) == read + written + (64 + 32) + 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["gtp"], "there is no benchmark 'gtp'; there are ceiling, mlp, gpt"),
+        (["gpt", "--steps", "0"], "--steps is 0, but a median needs at least 1"),
+        (["gpt", "--only", "("], "--only '(' is no regular expression"),
+    ],
+)
+def test_bad_arguments_are_told(arguments, told, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert told in capsys.readouterr().err
+
+
+def test_results_of_two_machines_do_not_mix(tmp_path):
+    file = tmp_path / "x.json"
+    results.save(file, "cpu", "a", [{"contender": "x"}], tiny=False)
+    results.save(file, "cpu", "b", [], tiny=True)
+    assert set(json.loads(file.read_text())["results"]) == {"a", "b"}
+    with pytest.raises(ValueError, match="measured with device 'cpu', and this is 'other'"):
+        results.save(file, "other", "c", [], tiny=False)
+
+
+# The README's figures.
+
+GPU = {"device": "NVIDIA H200", "versions": {"jax": "0.11.0", "torch": "not installed"}}
+
+
+def rows_of(speed):
+    return [
+        {"contender": "by hand", "step_ms": 2.0, "images_per_s": speed, "program_mib": 2048.0},
+        {"contender": "jmp_kit", "step_ms": 1.0, "images_per_s": 2 * speed, "program_mib": 1024.0},
+        {"contender": "torch", "failed": "not here"},
+    ]
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+
+    def put(name, device, speed, tiny=False):
+        file = {**GPU, "device": device}
+        file["results"] = {"resnet": {"tiny": tiny, "rows": rows_of(speed)}}
+        (tmp_path / "benchmarks" / "results" / name).write_text(json.dumps(file))
+
+    return types.SimpleNamespace(path=tmp_path, put=put)
+
+
+def test_the_report_takes_the_newest_of_a_gpu(root):
+    root.put("h200-2026-01-01.json", "NVIDIA H200", 100)
+    root.put("h200-2026-02-01.json", "NVIDIA H200", 1000)
+    root.put("h200-2026-03-01.json", "NVIDIA H200", 7, tiny=True)
+    root.put("cpu-2026-04-01.json", "cpu", 1)
+    report.main([], root.path)
+    readme = (root.path / "README.md").read_text()
+    assert readme.startswith("before\n")
+    assert readme.endswith("after\n")
+    assert "NVIDIA H200, 2026-02-01; jax 0.11.0." in readme
+    assert "| jmp_kit | 2,000 | 1.00 |" in readme
+    assert "| torch | not measured: not here |" in readme
+    assert "old" not in readme
+    assert "Not yet measured: `python -m benchmarks gpt`" in readme
+    assert (root.path / "docs" / "resnet.png").read_bytes().startswith(b"\x89PNG")
+    report.main(["--check"], root.path)
+
+
+def test_the_report_tells_of_other_figures(root):
+    with pytest.raises(SystemExit, match="python -m benchmarks.report"):
+        report.main(["--check"], root.path)
+    (root.path / "README.md").write_text("no marks")
+    with pytest.raises(ValueError, match="lacks"):
+        report.main([], root.path)
+
+
+def test_the_readme_has_the_figures_of_the_results():
+    report.main(["--check"])
