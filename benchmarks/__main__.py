@@ -72,7 +72,8 @@ def measure_all(names: list[str], only: re.Pattern[str], options: argparse.Names
         for table in results.tables(name, module.COLUMNS, rows):
             console.print(table)
         if options.out:
-            results.save(options.out, device, name, rows, tiny)
+            result = {"device": device, "tiny": tiny, "rows": rows}
+            results.save(options.out, name, result)
 
 
 def _question(module: Any) -> str:

@@ -86,13 +86,12 @@ def measure(
             _warm_up(run, batches)
         if "failed" in run.row:
             del running[name]
-    block = _block(running.values())
+    block = steps_in_a_block(min((run.row["warm_s"] for run in running.values()), default=1.0))
     for _ in track(range(steps), f"{title}: steps"):
         for run in running.values():
             run.seconds.append(run.advance(block, batches) / block)
     for run in running.values():
-        lower, median, upper = _quartiles(run.seconds)
-        run.row |= {"step_ms": median * 1e3, "step_ms_quartiles": [lower * 1e3, upper * 1e3]}
+        run.row |= step_times(run.seconds)
         run.row["losses"] = [float(loss) for loss in run.losses]
     return list(rows.values())
 
@@ -123,16 +122,18 @@ def _warm_up(run: Running, batches: Sequence[tuple[Any, ...]]) -> None:
     run.row["warm_s"] = run.advance(1, batches)
 
 
-def _block(running: Any) -> int:
-    fastest = min((run.row["warm_s"] for run in running), default=1.0)
-    return max(1, math.ceil(BLOCK_SECONDS / fastest))
+def steps_in_a_block(seconds: float) -> int:
+    """How many steps, of which the fastest takes this long, are timed as one."""
+    return max(1, math.ceil(BLOCK_SECONDS / seconds))
 
 
-def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    if len(seconds) == 1:
-        return seconds[0], seconds[0], seconds[0]
-    lower, median, upper = statistics.quantiles(seconds, n=4)
-    return lower, median, upper
+def step_times(seconds: Sequence[float]) -> dict[str, Any]:
+    """What a row says of them: the median and the quartiles, in milliseconds."""
+    lower, upper = seconds[0], seconds[0]
+    if len(seconds) > 1:
+        lower, _, upper = statistics.quantiles(seconds, n=4)
+    median = statistics.median(seconds)
+    return {"step_ms": median * 1e3, "step_ms_quartiles": [lower * 1e3, upper * 1e3]}
 
 
 @contextlib.contextmanager

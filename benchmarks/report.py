@@ -36,12 +36,13 @@ def newest(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     Files are called after the device and the day: `<device>-<date>.json`.
     """
     found: dict[str, dict[str, Any]] = {}
-    files = [(json.loads(path.read_text()), path) for path in folder.glob("*.json")]
-    for file, path in sorted(files, key=lambda item: (item[0]["device"] != "cpu", item[1].stem)):
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem.partition("-")[2]):
+        file = json.loads(path.read_text())
         for name, result in file["results"].items():
-            if not result["tiny"]:
+            before = found.get(name, {"device": "cpu"})["device"]
+            if not result["tiny"] and (result["device"] != "cpu" or before == "cpu"):
                 date = path.stem.partition("-")[2]
-                found[name] = {**file, "date": date, "rows": result["rows"]}
+                found[name] = {**result, "date": date, "versions": file["versions"]}
     return found
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 from rich.table import Table
 
 Row = dict[str, Any]
@@ -73,13 +74,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def save(path: pathlib.Path, device: str, name: str, rows: Sequence[Row], tiny: bool) -> None:
+def save(path: pathlib.Path, name: str, result: dict[str, Any]) -> None:
     """Into a file, beside what other benchmarks have put there on the same machine.
 
     Raises:
       ValueError: if what is there was measured elsewhere, or with other versions.
     """
-    now: dict[str, Any] = {"device": device, "versions": versions()}
+    now: dict[str, Any] = {"machine": jax.devices()[0].device_kind, "versions": versions()}
     before: dict[str, Any] = (
         json.loads(path.read_text()) if path.exists() else {**now, "results": {}}
     )
@@ -90,5 +91,5 @@ def save(path: pathlib.Path, device: str, name: str, rows: Sequence[Row], tiny: 
                 "of two machines would stand in one table. Give --out another file."
             )
     path.parent.mkdir(parents=True, exist_ok=True)
-    merged = {**now, "results": {**before["results"], name: {"tiny": tiny, "rows": rows}}}
+    merged = {**now, "results": {**before["results"], name: result}}
     path.write_text(json.dumps(merged, indent=1) + "\n")

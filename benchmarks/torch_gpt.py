@@ -7,9 +7,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import math
 import pathlib
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.measuring import step_times, steps_in_a_block
 from benchmarks.results import Options, Row
 
 if TYPE_CHECKING:
@@ -159,13 +158,13 @@ def main() -> None:
             row["peak_mib"] = (torch.cuda.max_memory_allocated() - others) / 2**20
         rows.append(row)
         runs.append(run)
-    block = max(1, math.ceil(0.05 / runs[0].advance(1)))
+    block = steps_in_a_block(min(run.advance(1) for run in runs))
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(options.what["steps"]):
         for found, run in zip(seconds, runs, strict=True):
             found.append(run.advance(block) / block)
     for row, found, run in zip(rows, seconds, runs, strict=True):
-        row |= {"step_ms": statistics.median(found) * 1e3}
+        row |= step_times(found)
         row["losses"] = [float(loss) for loss in run.losses]
     print(json.dumps(rows))
 

@@ -15,11 +15,12 @@ from jmp_kit.autocast._jaxpr import cast, is_float32, is_var
 
 def bias_of(result: Var, uses: Mapping[Var, Sequence[JaxprEqn | None]]) -> Var | None:
     """What is added to the result of a product, if nothing else is done with either."""
-    if len(uses[result]) != 1 or (eqn := uses[result][0]) is None or eqn.primitive.name != "add":
+    eqn = uses[result][0] if len(uses[result]) == 1 else None
+    if eqn is None or eqn.primitive.name != "add":
         return None
-    [other] = [a for a in eqn.invars if a is not result] or [None]
-    alone = other is not None and is_var(other) and is_float32(other) and len(uses[other]) == 1
-    return other if alone else None
+    [bias] = [a for a in eqn.invars if a is not result]
+    alone = is_var(bias) and is_float32(bias) and len(uses[bias]) == 1
+    return bias if alone and eqn.outvars[0].aval.shape == result.aval.shape else None
 
 
 @jax.custom_jvp

@@ -17,7 +17,7 @@ from jmp_kit.autocast._evaluator import Site
 from jmp_kit.autocast._flow import Flow, bodies_of
 from jmp_kit.autocast._jaxpr import cast, cut_out, is_float32, is_var, retyped, uses_of, widen
 from jmp_kit.autocast._marks import marked_dtype, scope_of
-from jmp_kit.autocast._parts import acts, head_of, parts_of
+from jmp_kit.autocast._parts import acts, parts_of, split_at
 
 # What a segment's backward pass does not compute again, for it is small or costly.
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
@@ -143,12 +143,13 @@ class Evaluation:
         taken = {a for e in products for a in e.invars if is_var(a)}
         made = [v for e in segment for v in e.outvars if v in leaving or v in taken]
         stored = self._stored(program, segment, made)
-        if first := head_of(segment, stored & leaving):
-            self._part(program, first, env)
+        head, rest = split_at(segment, stored & leaving)
+        if head and rest:
+            self._part(program, head, env)
             # The rest reads what is stored: the barrier keeps XLA on GPUs from float32 beside it.
-            again = [v for e in first for v in e.outvars if v in stored]
+            again = [v for e in head for v in e.outvars if v in stored]
             env.update((v, lax.optimization_barrier(env[v])) for v in again)
-            self._part(program, [e for e in moving if e not in first], env)
+            self._part(program, [*rest, *products], env)
             return
         function, needed = cut_out(jaxpr, segment, made)
         _, invars = cut_out(jaxpr, moving, outvars)
@@ -179,7 +180,7 @@ class Evaluation:
             for v in invars
         ]
         env.update(zip(outvars, part(*args), strict=True))
-        for result in {v for e in products for v in e.outvars}.intersection(outvars):
+        for result in (v for e in products for v in e.outvars if v in leaving):
             bias = bias_of(result, program.uses)
             if bias in env and bias not in program.depending:
                 env[result] = carrying_bias(env[result], env[bias])

@@ -39,22 +39,26 @@ def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
     yield following
 
 
-def head_of(segment: Sequence[JaxprEqn], stored: Set[Var]) -> list[JaxprEqn]:
-    """The equations that make what is stored for others and taken in the segment, too.
+def split_at(
+    segment: Sequence[JaxprEqn], stored: Set[Var]
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """A segment as what makes the stored values that it takes itself, and the rest.
 
-    None if the rest of the segment takes more of theirs than that, which would have to be kept.
+    All is rest if that takes more of the others' results, which would have to be kept.
     """
-    taken = {a for e in segment for a in e.invars if is_var(a)}
-    wanted = set(stored & taken)
+    wanted = {a for e in segment for a in e.invars if is_var(a) and a in stored}
     head: list[JaxprEqn] = []
+    rest: list[JaxprEqn] = []
     for eqn in reversed(segment):
         if wanted.intersection(eqn.outvars):
-            head.insert(0, eqn)
+            head.append(eqn)
             wanted.update(a for a in eqn.invars if is_var(a))
-    made = {v for e in head for v in e.outvars} - stored
-    rest = [e for e in segment if e not in head]
-    crosses = any(is_var(a) and a in made for e in rest for a in e.invars)
-    return head if rest and not crosses else []
+        else:
+            rest.append(eqn)
+    crossing = {v for e in head for v in e.outvars} - stored
+    if any(is_var(a) and a in crossing for e in rest for a in e.invars):
+        return [], list(segment)
+    return head[::-1], rest[::-1]
 
 
 def acts(eqn: JaxprEqn) -> bool:

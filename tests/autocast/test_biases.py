@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jmp_kit import autocast
 from tests.autocast.zoo import SQUARE, X, mean_square
@@ -34,6 +35,10 @@ def doubled(p, x):
     return jnp.tanh((y + y) @ p["w"][1]) + p["b"]
 
 
+def larger_than_the_result(p, x):
+    return jnp.tanh(lax.add(x @ p["w"][0][:, :1], p["b"][None] * jnp.ones((8, 1)))) @ p["w"][1]
+
+
 def whole_matrix(p, x):
     return jnp.tanh(x @ p["w"][0] + x * p["b"]) @ p["w"][1]
 
@@ -52,7 +57,7 @@ def in_a_loop(p, x):
 
 MODELS = [
     *(added, shared, result_taken_twice, bias_taken_twice, doubled, whole_matrix, masked),
-    in_a_loop,
+    *(larger_than_the_result, in_a_loop),
 ]
 
 

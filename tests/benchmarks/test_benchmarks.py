@@ -169,7 +169,7 @@ def test_bytes_that_kernels_move():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["gtp"], "there is no benchmark 'gtp'; there are ceiling, mlp, gpt"),
+        (["gtp"], "there is no benchmark 'gtp'; there are programs, ceiling, mlp"),
         (["gpt", "--steps", "0"], "--steps is 0, but a median needs at least 1"),
         (["gpt", "--only", "("], "--only '(' is no regular expression"),
     ],
@@ -182,16 +182,15 @@ def test_bad_arguments_are_told(arguments, told, capsys):
 
 def test_results_of_two_machines_do_not_mix(tmp_path):
     file = tmp_path / "x.json"
-    results.save(file, "cpu", "a", [{"contender": "x"}], tiny=False)
-    results.save(file, "cpu", "b", [], tiny=True)
+    results.save(file, "a", {"rows": [{"contender": "x"}]})
+    results.save(file, "b", {"rows": []})
     assert set(json.loads(file.read_text())["results"]) == {"a", "b"}
-    with pytest.raises(ValueError, match="measured with device 'cpu', and this is 'other'"):
-        results.save(file, "other", "c", [], tiny=False)
+    file.write_text(file.read_text().replace('"machine": "', '"machine": "other '))
+    with pytest.raises(ValueError, match="measured with machine 'other"):
+        results.save(file, "c", {"rows": []})
 
 
 # The README's figures.
-
-GPU = {"device": "NVIDIA H200", "versions": {"jax": "0.11.0", "torch": "not installed"}}
 
 
 def rows_of(speed):
@@ -209,8 +208,8 @@ def root(tmp_path):
     (tmp_path / "README.md").write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
 
     def put(name, device, speed, tiny=False):
-        file = {**GPU, "device": device}
-        file["results"] = {"resnet": {"tiny": tiny, "rows": rows_of(speed)}}
+        file = {"machine": device, "versions": {"jax": "0.11.0", "torch": "not installed"}}
+        file["results"] = {"resnet": {"device": device, "tiny": tiny, "rows": rows_of(speed)}}
         (tmp_path / "benchmarks" / "results" / name).write_text(json.dumps(file))
 
     return types.SimpleNamespace(path=tmp_path, put=put)
