@@ -75,6 +75,7 @@ def measure(
 
     Every contender takes the same batches in the same order, `steps` blocks after two that warm up.
     """
+    batches = jax.device_put(batches)  # or every step would wait for its own
     rows: dict[str, dict[str, Any]] = {c.name: {"contender": c.name} for c in contenders}
     running: dict[str, Running] = {}
     for contender in track(contenders, f"{title}: compiling"):
