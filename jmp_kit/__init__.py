@@ -4,6 +4,10 @@ from jmp_kit._version import __version__ as __version__
 from jmp_kit._dtypes import half_dtype as half_dtype
 from jmp_kit._tree import all_finite as all_finite
 from jmp_kit._tree import select_tree as select_tree
+from jmp_kit import rounding as rounding
+from jmp_kit.rounding import split_float32 as split_float32
+from jmp_kit.rounding import join_float32 as join_float32
+from jmp_kit.rounding import stochastic_round as stochastic_round
 from jmp_kit._policy import Policy as Policy
 from jmp_kit._policy import get_policy as get_policy
 from jmp_kit._policy import cast_to_half as cast_to_half
@@ -19,6 +23,7 @@ from jmp_kit.autocast import full_precision as full_precision
 from jmp_kit.autocast import PRODUCTS as PRODUCTS
 from jmp_kit.optim import MixedPrecisionState as MixedPrecisionState
 from jmp_kit.optim import mixed_precision as mixed_precision
+from jmp_kit.optim import master_params as master_params
 from jmp_kit.optim import loss_scale_of as loss_scale_of
 from jmp_kit.optim import metrics as metrics
 from jmp_kit.optim import raise_if_diverged as raise_if_diverged

@@ -16,7 +16,7 @@ FLOORS = {
     "_version": 0,
     "_dtypes": 0,
     "_tree": 0,
-    "_rounding": 0,
+    "rounding": 1,
     "_policy": 1,
     "_loss_scale": 2,
     "_grad": 3,

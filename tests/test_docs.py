@@ -24,12 +24,13 @@ PUBLIC = [
 def test_the_public_names_are_those_of_the_contract():
     assert set(PUBLIC) | CONSTANTS == {
         *("half_dtype", "all_finite", "select_tree"),
+        *("split_float32", "join_float32", "stochastic_round"),
         *("Policy", "get_policy", "cast_to_half", "cast_to_full"),
         *("LossScale", "NoOpLossScale", "StaticLossScale", "DynamicLossScale"),
         *("value_and_grad", "grad"),
         *("autocast", "full_precision", "PRODUCTS"),
         *("mixed_precision", "MixedPrecisionState"),
-        *("loss_scale_of", "metrics", "raise_if_diverged"),
+        *("loss_scale_of", "master_params", "metrics", "raise_if_diverged"),
     }
 
 

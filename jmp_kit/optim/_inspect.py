@@ -112,21 +112,29 @@ def _advice(loss_scale: LossScale) -> str:
     )
 
 
-def _find(opt_state: Any) -> MixedPrecisionState:
+def states_of(opt_state: Any) -> dict[tuple[Any, ...], MixedPrecisionState]:
+    """Every `MixedPrecisionState` in a pytree, by its key path."""
+
     def is_state(node: Any) -> bool:
         return isinstance(node, MixedPrecisionState)
 
-    nodes, _ = jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_state)
-    found = {jax.tree_util.keystr(path): node for path, node in nodes if is_state(node)}
+    nodes = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_state)
+    found = {path: node for path, node in nodes if is_state(node)}
+    if not found:
+        raise ValueError(
+            f"There is no mixed_precision state in this {type(opt_state).__name__}. Make the "
+            "optimizer with mixed_precision(optax.adamw(3e-4), DynamicLossScale()) and pass what "
+            "its init gave."
+        )
+    return found
+
+
+def _find(opt_state: Any) -> MixedPrecisionState:
+    found = states_of(opt_state)
     if len(found) == 1:
         return next(iter(found.values()))
-    if found:
-        raise ValueError(
-            f"This optimizer state holds {len(found)} mixed_precision states, each with a loss "
-            f"scale of its own: at {', '.join(found)}. Pass the one you mean, or wrap the whole "
-            "optimizer in a single mixed_precision."
-        )
     raise ValueError(
-        f"There is no mixed_precision state in this {type(opt_state).__name__}. Make the optimizer "
-        "with mixed_precision(optax.adamw(3e-4), DynamicLossScale()) and pass what its init gave."
+        f"This optimizer state holds {len(found)} mixed_precision states, each with a loss scale "
+        f"of its own: at {', '.join(map(jax.tree_util.keystr, found))}. Pass the one you mean, or "
+        "wrap the whole optimizer in a single mixed_precision."
     )

@@ -1,23 +1,26 @@
-"""Ways to keep the precision that a 16-bit parameter has no room for."""
+"""Ways to keep the precision that a 16-bit parameter has no room for.
+
+What is kept says by its dtype how it completes the parameter, so a state can be read (exported,
+restored at another precision) without knowing which way made it.
+"""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jmp_kit._rounding import round_to
+from jmp_kit._tree import is_array
+from jmp_kit.rounding import join_float32, round_to, split_float32, stochastic_round
+
+# (full: float32[...], dtype, key) -> (rounded: float32[...], kept)
+# Invariant: what is exact in `dtype` stays, and full_value(rounded, kept) rounds to `rounded`.
+Keep = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
 
 
-class Master(NamedTuple):
-    """What is kept beside a 16-bit parameter, and how the float32 value is got from the two.
-
-    Invariant: `round_to(widen(param, kept), param.dtype) == param`.
-    """
-
-    init: Callable[[jax.Array], Any]  # half[...] -> kept
-    widen: Callable[[jax.Array, Any], jax.Array]  # half[...], kept -> float32[...]
-    keep: Callable[[jax.Array], Any]  # float32[...] -> kept
+def is_narrow(param: Any) -> bool:
+    """Whether a parameter is floating-point of 16 bits, so that it needs something kept."""
+    return is_array(param, jnp.floating) and jnp.finfo(param.dtype).bits == 16
 
 
 def widened(param: jax.Array) -> jax.Array:
@@ -27,15 +30,51 @@ def widened(param: jax.Array) -> jax.Array:
     return round_to(param.astype(jnp.float32), param.dtype)
 
 
-MASTERS = {
-    "float32": Master(
-        init=lambda param: param.astype(jnp.float32),
-        widen=lambda param, kept: kept,
-        keep=lambda full: full,
-    ),
-    "none": Master(
-        init=lambda param: None,
-        widen=lambda param, kept: widened(param),
-        keep=lambda full: None,
-    ),
+def full_value(param: Any, kept: Any) -> Any:
+    """The float32 value of a 16-bit parameter and what is kept of it; other parameters as is."""
+    if not is_narrow(param):
+        return param
+    if kept is None:
+        return widened(param)
+    if kept.dtype == jnp.int16:
+        return join_float32(param, kept)
+    if kept.dtype == jnp.bfloat16:
+        return widened(param) + widened(kept)
+    return kept
+
+
+def _float32(full: jax.Array, dtype: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    return round_to(full, dtype), full
+
+
+def _remainder(full: jax.Array, dtype: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    high, low = split_float32(full)
+    return high.astype(jnp.float32), low
+
+
+def _kahan(full: jax.Array, dtype: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    rounded = round_to(full, dtype)
+    rest = jnp.where(jnp.isfinite(rounded), full - rounded, 0.0)
+    # bfloat16 for float16 too, whose own range ends a few bits below the weights it compensates.
+    kept = round_to(rest, jnp.bfloat16)
+    # Rounded up to just half a step, it would be a tie, which may go to the other neighbour.
+    kept = jnp.where(round_to(rounded + kept, dtype) == rounded, kept, kept * (1 - 2.0**-8))
+    return rounded, kept.astype(jnp.bfloat16)
+
+
+def _stochastic(full: jax.Array, dtype: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    assert key is not None
+    return stochastic_round(key, full, dtype).astype(jnp.float32), None
+
+
+def _none(full: jax.Array, dtype: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
+    return round_to(full, dtype), None
+
+
+MASTERS: dict[str, Keep] = {
+    "float32": _float32,
+    "remainder": _remainder,
+    "kahan": _kahan,
+    "stochastic": _stochastic,
+    "none": _none,
 }

@@ -4,13 +4,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from jmp_kit._loss_scale import LossScale, NoOpLossScale
-from jmp_kit._rounding import round_to
 from jmp_kit._tree import all_finite, cast_like, is_array, select_tree
-from jmp_kit.optim._master import MASTERS, widened
+from jmp_kit.optim._master import MASTERS, Keep, full_value, is_narrow, widened
+from jmp_kit.optim._moments import (
+    cast_moments,
+    keys_like,
+    narrow_state,
+    parse_moment_dtype,
+    widen_state,
+)
+from jmp_kit.rounding import round_to
 
 
 class MixedPrecisionState(NamedTuple):
@@ -26,10 +35,16 @@ class MixedPrecisionState(NamedTuple):
 
     loss_scale: LossScale
     inner_state: optax.OptState  # of the inner optimizer, about float32 parameters
-    master: Any  # like the parameters: float32[...] for 16-bit ones, None for the others
+    # Like the parameters. For 16-bit ones what completes them, [...] of float32 (the master),
+    # int16 (remainder) or bfloat16 (kahan), or None; None for the others.
+    master: Any
     finite: jax.Array  # bool[]: did the last step apply
     skipped: jax.Array  # int32[]: steps that did not, in all
     consecutive_skipped: jax.Array  # int32[]: and in a row, up to the last
+    key: jax.Array | None = None  # uint32[2]: key data, where anything is rounded at random
+
+
+_GENERATOR = "threefry2x32"  # whatever `jax_default_prng_impl` says: the same bits everywhere
 
 
 class _Landing(NamedTuple):
@@ -42,6 +57,8 @@ def mixed_precision(
     loss_scale: LossScale = NoOpLossScale(),  # noqa: B008  frozen, and without leaves
     *,
     master: str = "float32",
+    seed: int = 0,
+    moment_dtype: DTypeLike | None = None,
     axis_name: str | tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Any optax optimizer, as one atomic step for half-precision training.
@@ -49,10 +66,10 @@ def mixed_precision(
         finite = all_finite(grads)
         loss_scale = loss_scale.adjust(finite)
         if finite:
-            full = master where a parameter is 16-bit else parameter       # float32
+            full = parameter completed by master                           # float32
             updates, inner_state = inner.update(grads, inner_state, full)
             full = full + updates
-            parameter, master = round(full), full
+            parameter, master = round(full), what the rounding lost
 
     When gradients are not finite, everything but `loss_scale` and the counts of skipped steps
     keeps every bit: parameters, moments, schedules, weight decay, masters. There is no branch and
@@ -67,9 +84,26 @@ def mixed_precision(
       inner: an optax optimizer, a chain, or `optax.MultiSteps`.
       loss_scale: the loss scale to begin with. Scaling itself is `value_and_grad`'s, which asks
         for `loss_scale_of(opt_state)`.
-      master: how the precision of 16-bit parameters is kept: "float32", a float32 copy (4 bytes a
-        parameter), or "none", where updates far smaller than a weight are lost. float32
-        parameters are their own masters.
+      master: how the precision of 16-bit parameters is kept. float32 parameters are their own
+        masters.
+
+        | master       | kept beside the parameter            | bytes | for               |
+        |--------------|--------------------------------------|-------|-------------------|
+        | "float32"    | a float32 copy                       | 2 + 4 | bfloat16, float16 |
+        | "remainder"  | int16: the bits that it lacks, exact | 2 + 2 | bfloat16          |
+        | "kahan"      | bfloat16: what rounding lost, to 8   | 2 + 2 | bfloat16, float16 |
+        |              | bits (compensated summation)         |       |                   |
+        | "stochastic" | nothing: rounded at random, right on | 2     | bfloat16, float16 |
+        |              | average                              |       |                   |
+        | "none"       | nothing: updates far smaller than a  | 2     | bfloat16, float16 |
+        |              | weight are lost                      |       |                   |
+
+      seed: of the random rounding, of "stochastic" and of 16-bit moments. The key that follows
+        from it is part of the state: a run can be repeated, and resumed, bit for bit.
+      moment_dtype: "bfloat16" to keep the moments (averages of gradients and of their squares) in
+        2 bytes each. The update is computed in float32 and its moments are rounded at random, for
+        rounded to nearest a second moment would never decay. None leaves them as `inner` makes
+        them.
       axis_name: under `shard_map` and `pmap`, the axes along which devices hold different
         gradients, so that all of them take the same decision. Under `jit` nothing is needed.
 
@@ -80,7 +114,9 @@ def mixed_precision(
 
     Raises:
       TypeError: if `inner` is no optimizer, or `loss_scale` no loss scale.
-      ValueError: if `master` is unknown, or, when updating, `params` are missing.
+      ValueError: if `master` is unknown, `seed` no integer or `moment_dtype` none for moments;
+        when initialising, if a float16 parameter should have a remainder, or there are no moments;
+        when updating, if `params` are missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_kit, optax
@@ -116,25 +152,37 @@ def mixed_precision(
             f"master is {master!r}, which is no way to keep precision: "
             f"write one of {', '.join(map(repr, MASTERS))}."
         )
-    way = MASTERS[master]
+    keep = MASTERS[master]
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise ValueError(f"seed is {seed!r}, but it must be an integer: write seed=0.")
+    moment_dtype = parse_moment_dtype(moment_dtype)
+    random = master == "stochastic" or moment_dtype == jnp.bfloat16
     if isinstance(inner, optax.MultiSteps):
         # Its own `gradient_transformation()` would drop the extra arguments.
         inner = optax.GradientTransformationExtraArgs(inner.init, inner.update)
     inner = optax.with_extra_args_support(inner)
 
-    def full_precision(params: Any, master: Any) -> Any:
-        return jax.tree.map(lambda p, m: way.widen(p, m) if _is_narrow(p) else p, params, master)
-
     def init(params: optax.Params) -> MixedPrecisionState:
-        kept = jax.tree.map(lambda p: way.init(p) if _is_narrow(p) else None, params)
+        key = jax.random.key(seed, impl=_GENERATOR)
+        if master == "remainder":
+            _check_bfloat16(params)
+
+        def kept(param: Any, key: Any) -> Any:
+            return keep(widened(param), param.dtype, key)[1] if is_narrow(param) else None
+
+        masters = jax.tree.map(kept, params, keys_like(key, params))
+        inner_state = inner.init(jax.tree.map(full_value, params, masters))
+        if moment_dtype is not None:
+            inner_state = cast_moments(inner_state, moment_dtype)
         return MixedPrecisionState(
             # Copied: a train step that donates its state would delete the caller's loss scale.
             loss_scale=jax.tree.map(jnp.array, loss_scale),
-            inner_state=jax.tree.map(_strongly_typed, inner.init(full_precision(params, kept))),
-            master=kept,
+            inner_state=jax.tree.map(_strongly_typed, inner_state),
+            master=masters,
             finite=jnp.asarray(True),
             skipped=jnp.zeros((), jnp.int32),
             consecutive_skipped=jnp.zeros((), jnp.int32),
+            key=jax.random.key_data(key) if random else None,
         )
 
     def update(
@@ -152,20 +200,24 @@ def mixed_precision(
         if axis_name is not None:
             finite = lax.pmin(finite.astype(jnp.int32), axis_name) == 1
 
-        full = full_precision(params, state.master)
-        updates, inner_state = inner.update(
-            cast_like(grads, full), state.inner_state, full, **extra_args
-        )
+        key, param_key, moment_key = _split(state.key)
 
-        def land(param: Any, kept: Any, full: Any, update: Any) -> _Landing:
-            if _is_narrow(param):
-                update, landed = _land(param, full + update)
-                kept = select_tree(finite, way.keep(landed), kept)
+        full = jax.tree.map(full_value, params, state.master)
+        wide = state.inner_state if moment_dtype is None else widen_state(state.inner_state)
+        updates, inner_state = inner.update(cast_like(grads, full), wide, full, **extra_args)
+
+        def land(param: Any, kept: Any, full: Any, update: Any, key: Any) -> _Landing:
+            if is_narrow(param):
+                update, landed = _land(keep, param, full + update, key)
+                kept = select_tree(finite, landed, kept)
             # -0.0 is the update that changes nothing, neither 0.0 nor -0.0.
             return _Landing(jnp.where(finite, update, jnp.full_like(update, -0.0)), kept)
 
-        landings = jax.tree.map(land, params, state.master, full, cast_like(updates, full))
-        inner_state = cast_like(inner_state, state.inner_state)
+        updates, keys = cast_like(updates, full), keys_like(param_key, params)
+        landings = jax.tree.map(land, params, state.master, full, updates, keys)
+        inner_state = narrow_state(
+            inner_state, state.inner_state, None if moment_dtype is None else moment_key
+        )
         in_a_row = optax.safe_increment(state.consecutive_skipped)
         return _each("update", landings), MixedPrecisionState(
             loss_scale=state.loss_scale.adjust(finite),
@@ -174,27 +226,48 @@ def mixed_precision(
             finite=finite,
             skipped=jnp.where(finite, state.skipped, optax.safe_increment(state.skipped)),
             consecutive_skipped=jnp.where(finite, 0, in_a_row),
+            key=select_tree(finite, key, state.key),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _is_narrow(param: Any) -> bool:
-    return is_array(param, jnp.floating) and jnp.finfo(param.dtype).bits == 16
-
-
-def _land(param: jax.Array, full: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The float32 update that takes a 16-bit parameter to the rounded `full`, and the master.
+def _land(
+    keep: Keep, param: jax.Array, full: jax.Array, key: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    """The float32 update that takes a 16-bit parameter to the rounded `full`, and what is kept.
 
     Between the rounded numbers p and q there is no float32 u with round(p + u) == q if q is many
     binades below p. Then the parameter lands within float32's rounding error of p, and so must
-    the master, whose rounding the parameter is.
+    what is kept, which completes the parameter.
     """
-    source, target = widened(param), round_to(full, param.dtype)
+    source = widened(param)
+    target, kept = keep(full, param.dtype, key)
     # The difference of an infinite parameter and itself would be NaN.
     update = jnp.where(source == target, -0.0, target - source)
     landed = round_to(source + update, param.dtype)
-    return update, jnp.where(landed == target, full, landed)
+    _, kept_if_off = keep(landed, param.dtype, key)
+    return update, jax.tree.map(
+        lambda on, off: jnp.where(landed == target, on, off), kept, kept_if_off
+    )
+
+
+def _split(key_data: jax.Array | None) -> tuple[Any, Any, Any]:
+    """The next key data and two keys to draw from."""
+    if key_data is None:
+        return None, None, None
+    keys = jax.random.split(jax.random.wrap_key_data(key_data, impl=_GENERATOR), 3)
+    return jax.random.key_data(keys[0]), keys[1], keys[2]
+
+
+def _check_bfloat16(params: Any) -> None:
+    for path, param in jax.tree_util.tree_leaves_with_path(params):
+        if is_narrow(param) and param.dtype != jnp.bfloat16:
+            raise ValueError(
+                f'master is "remainder", but the parameter {jax.tree_util.keystr(path)} is '
+                f"{param.dtype}, whose bits are not the upper half of a float32's: use bfloat16 "
+                'parameters, or master="float32" (6 bytes a parameter) or "kahan" (4).'
+            )
 
 
 def _each(field: str, landings: Any) -> Any:

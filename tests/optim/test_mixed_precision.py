@@ -600,7 +600,7 @@ def test_under_strict_promotion():
         (
             lambda: mixed_precision(optax.sgd(0.1), master="fp32"),
             ValueError,
-            "master is 'fp32', which is no way .* one of 'float32', 'none'",
+            "master is 'fp32', which is no way .* one of 'float32', 'remainder', 'kahan', 'sto",
         ),
         (
             lambda: (o := mixed_precision(optax.sgd(0.1))).update(jnp.ones(2), o.init(jnp.ones(2))),
