@@ -1,0 +1,397 @@
+"""Every way of keeping the precision of a 16-bit parameter, held against a float32 run."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import jmp_kit
+from examples import digits
+from jmp_kit import DynamicLossScale, mixed_precision
+
+# optax itself promotes: see the fixture.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+MASTERS = ["float32", "remainder", "kahan", "stochastic", "none"]
+WAYS = [
+    pytest.param(master, dtype, id=f"{master}-{jnp.dtype(dtype).name}")
+    for master in MASTERS
+    for dtype in (jnp.bfloat16, jnp.float16)
+    if not (master == "remainder" and dtype == jnp.float16)
+]
+ways = pytest.mark.parametrize(("master", "dtype"), WAYS)
+
+
+def bits(tree):
+    return [(np.asarray(x).dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def one_step(optimizer):
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def make_params(dtype):
+    key = jax.random.key(0)
+    return {
+        "w": jax.random.normal(key, (17, 5)).astype(dtype),
+        "b": jnp.zeros(3, dtype),
+        "scalar": jnp.asarray(0.5, dtype),
+        "full": jnp.ones(2),
+        "none": None,
+    }
+
+
+def make_grads(params, step, size=1.0):
+    key = jax.random.fold_in(jax.random.key(7), step)
+    return jax.tree.map(lambda p: size * jax.random.normal(key, p.shape), params)
+
+
+def rounded(master, full, dtype):
+    """The parameter that belongs to a master."""
+    if master == "remainder" and dtype == jnp.bfloat16:
+        return jmp_kit.split_float32(full)[0]
+    return full.astype(dtype)
+
+
+@ways
+def test_an_overflow_changes_not_a_bit(master, dtype):
+    optimizer = mixed_precision(
+        optax.adamw(1e-2), DynamicLossScale(), master=master, moment_dtype="bfloat16"
+    )
+    step = jax.jit(one_step(optimizer))
+    params = make_params(dtype)
+    state = optimizer.init(params)
+    for i in range(3):
+        grads = make_grads(params, i)
+        params, state = step(params, state, grads)
+        bad = {**grads, "b": grads["b"].at[1].set((jnp.inf, -jnp.inf, jnp.nan)[i])}
+        same, skipped = step(params, state, bad)
+        assert bits(same) == bits(params)
+        for field in ("inner_state", "master", "key"):
+            assert bits(getattr(skipped, field)) == bits(getattr(state, field))
+        assert not skipped.finite
+        state = skipped
+    assert step._cache_size() == 1
+
+
+@ways
+def test_the_parameter_and_what_is_kept_are_the_master(master, dtype):
+    optimizer = mixed_precision(optax.sgd(1e-2), master=master)
+    step = jax.jit(one_step(optimizer))
+    params = make_params(dtype)
+    state = optimizer.init(params)
+    assert bits(jmp_kit.master_params(state, params)) == bits(
+        jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    )
+    for i in range(30):
+        params, state = step(params, state, make_grads(params, i))
+        full = jmp_kit.master_params(state, params)
+        assert {x.dtype for x in jax.tree.leaves(full)} == {jnp.dtype("float32")}
+        again = jax.tree.map(lambda f, p: rounded(master, f, p.dtype), full, params)
+        assert bits(again) == bits(params)
+
+
+def test_remainders_are_the_masters_of_a_float32_run_bit_for_bit():
+    """A thousand AdamW steps, with overflows in between that the float32 run never sees."""
+    # The same compiled inner update in both runs, and the rest operation by operation: fused, XLA
+    # would contract multiplications and additions differently in two different programs.
+    inner = optax.adamw(1e-3, weight_decay=0.1)
+    inner = optax.GradientTransformation(inner.init, jax.jit(inner.update))
+    optimizer = mixed_precision(inner, DynamicLossScale(), master="remainder")
+    step, full_step = one_step(optimizer), one_step(inner)
+    params = make_params(jnp.bfloat16)
+    full = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    state, full_state = optimizer.init(params), inner.init(full)
+    overflows = np.random.default_rng(0).random(1000) < 0.05
+    random_grads = jax.jit(lambda i: make_grads(full, i, 1e-2))
+    for i in range(1000):
+        grads = random_grads(i)
+        if overflows[i]:
+            bad = {**grads, "w": grads["w"].at[3, 2].set(jnp.inf)}
+            params, state = step(params, state, bad)
+        params, state = step(params, state, grads)
+        full, full_state = full_step(full, full_state, grads)
+        assert bits(jmp_kit.master_params(state, params)) == bits(full)
+    assert int(state.skipped) == overflows.sum() > 30
+    assert {m.dtype for m in jax.tree.leaves(state.master)} == {jnp.dtype("int16")}
+
+
+@pytest.mark.parametrize(
+    ("master", "moment_dtype", "expected"),
+    [
+        ("float32", None, 14),
+        ("remainder", None, 12),
+        ("kahan", None, 12),
+        ("stochastic", None, 10),
+        ("none", None, 10),
+        ("float32", "bfloat16", 10),
+        ("remainder", "bfloat16", 8),
+        ("stochastic", "bfloat16", 6),
+    ],
+)
+def test_bytes_a_parameter_with_adamw(master, moment_dtype, expected):
+    """Of the state as it stands, and of what the compiled step takes in and gives out."""
+    optimizer = mixed_precision(optax.adamw(1e-3), master=master, moment_dtype=moment_dtype)
+    params = {"w": jnp.ones((256, 256), jnp.bfloat16)}
+    state = optimizer.init(params)
+    count = params["w"].size
+    nbytes = sum(x.nbytes for x in jax.tree.leaves((params, state)))
+    assert count * expected <= nbytes < count * expected + 100
+    step = jax.jit(one_step(optimizer), donate_argnums=(0, 1))
+    memory = step.lower(params, state, {"w": jnp.ones((256, 256))}).compile().memory_analysis()
+    assert memory.output_size_in_bytes < count * expected + 300
+    _, after = step(params, state, {"w": jnp.ones((256, 256))})
+    assert sum(x.nbytes for x in jax.tree.leaves(after)) == nbytes - 2 * count
+
+
+@ways
+def test_steps_in_one_program_are_steps_one_by_one(master, dtype):
+    """XLA may leave out the cast of a parameter between two steps of one program."""
+    optimizer = mixed_precision(optax.sgd(1e-3), master=master)
+    step = one_step(optimizer)
+
+    def four(params, state, grads):
+        for _ in range(4):
+            params, state = step(params, state, grads)
+        return params, state
+
+    params = make_params(dtype)
+    grads = make_grads(params, 0)
+    params_one, state_one = params, optimizer.init(params)
+    for _ in range(4):
+        params_one, state_one = jax.jit(step)(params_one, state_one, grads)
+    params_all, state_all = jax.jit(four)(params, optimizer.init(params), grads)
+    assert bits(params_all) == bits(params_one)
+    assert bits(state_all) == bits(state_one)
+
+
+def distance(a, b):
+    return float(optax.tree.norm(jax.tree.map(jnp.subtract, a, b)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_nearer_than_plain_rounding_on_a_quadratic(dtype):
+    """Gradient descent on a quadratic: at most half of plain rounding's distance from float32."""
+    curvature = jnp.logspace(-3, 0, 1000)
+    params = jax.random.normal(jax.random.key(0), (1000,)).astype(dtype)
+
+    def end(params, **kwargs):
+        optimizer = mixed_precision(optax.sgd(1e-2, momentum=0.9), **kwargs)
+
+        @jax.jit
+        def run(params, state):
+            def step(_, carry):
+                params, state = carry
+                grads = curvature * jmp_kit.cast_to_full(params)
+                return one_step(optimizer)(params, state, grads)
+
+            return jax.lax.fori_loop(0, 500, step, (params, state))
+
+        params, state = run(params, optimizer.init(params))
+        return jmp_kit.master_params(state, params)
+
+    reference = end(params.astype(jnp.float32))
+    plain = distance(end(params, master="none"), reference)
+    for way in ("kahan", "stochastic"):
+        assert distance(end(params, master=way), reference) <= plain / 2, way
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"),
+    [(optax.adamw(1e-4), jnp.bfloat16), (optax.sgd(1e-2), jnp.float16)],
+    ids=["adamw-bfloat16", "sgd-float16"],
+)
+def test_nearer_than_plain_rounding_on_digits(optimizer, dtype):
+    """100 steps of the digits network: at most half of plain rounding's distance from float32."""
+    data, _ = digits.load_data(0)
+    start = digits.Network().init(jax.random.key(0), data[0][:1])["params"]
+    start = jax.tree.map(lambda p: p.astype(dtype), start)
+
+    def end(params, master):
+        wrapped = mixed_precision(optimizer, master=master)
+        train_step = digits.make_train_step(jmp_kit.get_policy("float32"), wrapped)
+        state = wrapped.init(params)
+        for batch in digits.batches(data, 100, 0):
+            params, state, _ = train_step(params, state, batch)
+        return jmp_kit.master_params(state, params)
+
+    reference = end(jmp_kit.cast_to_full(start), "float32")
+    plain = distance(end(start, "none"), reference)
+    for way in ("kahan", "stochastic"):
+        assert distance(end(start, way), reference) <= plain / 2, way
+
+
+def test_a_run_is_repeated_by_its_seed():
+    ends = []
+    for seed in (0, 0, 1, np.int64(1)):
+        optimizer = mixed_precision(optax.sgd(1e-3), master="stochastic", seed=seed)
+        step = jax.jit(one_step(optimizer))
+        params = make_params(jnp.bfloat16)
+        state = optimizer.init(params)
+        for i in range(5):
+            params, state = step(params, state, make_grads(params, i))
+        ends.append(bits((params, state)))
+    assert ends[0] == ends[1] != ends[2] == ends[3]
+
+
+def test_the_seed_does_not_depend_on_the_generator_in_use():
+    optimizer = mixed_precision(optax.sgd(1e-3), master="stochastic", seed=3)
+    params = make_params(jnp.bfloat16)
+    one = one_step(optimizer)(params, optimizer.init(params), make_grads(params, 0))
+    with jax.default_prng_impl("rbg"):
+        other = one_step(optimizer)(params, optimizer.init(params), make_grads(full(params), 0))
+    assert other[1].key.shape == one[1].key.shape
+    assert bits(other[1].key) == bits(one[1].key)
+
+
+def full(params):
+    return jax.tree.map(lambda p: p.astype(jnp.float32), params)
+
+
+def test_every_leaf_is_rounded_with_draws_of_its_own():
+    optimizer = mixed_precision(optax.sgd(1.0), master="stochastic")
+    params = {name: jnp.ones(4000, jnp.bfloat16) for name in "ab"}
+    grads = {name: jnp.full(4000, -(2.0**-8)) for name in "ab"}
+    params, state = one_step(optimizer)(params, optimizer.init(params), grads)
+    assert (params["a"] != params["b"]).mean() > 0.4
+    again, _ = one_step(optimizer)({n: jnp.ones(4000, jnp.bfloat16) for n in "ab"}, state, grads)
+    assert (params["a"] != again["a"]).mean() > 0.4
+
+
+def test_replicated_parameters_are_rounded_alike_on_every_device():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    optimizer = mixed_precision(optax.sgd(1e-3), master="stochastic", axis_name="x")
+    params = jnp.ones(1000, jnp.bfloat16)
+    state = optimizer.init(params)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=P("x"), check_vma=False
+    )
+    def step(params, state, grads):
+        params, _ = one_step(optimizer)(params, state, jax.lax.pmean(grads[0], "x"))
+        return params[None]
+
+    ends = np.asarray(step(params, state, jnp.ones((8, 1000))), np.float32)
+    assert (ends == ends[0]).all()
+    assert len(np.unique(ends[0])) == 2
+
+
+def test_sharded_parameters_are_rounded_as_on_one_device():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    optimizer = mixed_precision(
+        optax.adamw(1e-3), master="stochastic", moment_dtype="bfloat16", seed=5
+    )
+    params = jnp.linspace(-1, 1, 64).astype(jnp.bfloat16).reshape(16, 4)
+    grads = jnp.sin(jnp.arange(64.0)).reshape(16, 4)
+    step = jax.jit(one_step(optimizer))
+    one = step(params, optimizer.init(params), grads)
+    sharding = jax.NamedSharding(mesh, P("x"))
+    params, grads = jax.device_put((params, grads), sharding)
+    many = step(params, jax.jit(optimizer.init)(params), grads)
+    assert bits(many) == bits(one)
+    assert many[0].sharding.is_equivalent_to(sharding, 2)
+
+
+def test_float16_has_no_remainder():
+    optimizer = mixed_precision(optax.sgd(1e-3), master="remainder")
+    params = {"ok": jnp.ones(2, jnp.bfloat16), "w": {"k": jnp.ones(2, jnp.float16)}}
+    with pytest.raises(ValueError, match=r"\['w'\]\['k'\] is float16.*\"float32\".*\"kahan\""):
+        optimizer.init(params)
+
+
+@pytest.mark.parametrize("seed", [True, 0.5, "0", None])
+def test_a_seed_is_an_integer(seed):
+    with pytest.raises(ValueError, match="must be an integer: write seed=0"):
+        mixed_precision(optax.sgd(0.1), master="stochastic", seed=seed)
+
+
+STEPS = 10_000
+PER_EXAMPLE = 400
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
+    "adamw": lambda: optax.adamw(optax.cosine_decay_schedule(1e-2, 300), weight_decay=0.1),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-3)),
+    "lion": lambda: optax.lion(1e-3),
+}
+
+
+@st.composite
+def runs(draw):
+    """An optimizer, parameters, and which of its steps overflow."""
+    master = draw(st.sampled_from(MASTERS))
+    dtypes = [jnp.bfloat16, jnp.float32, *([] if master == "remainder" else [jnp.float16])]
+    shapes = draw(
+        st.lists(st.sampled_from([(), (1,), (5,), (3, 4), (0, 2)]), min_size=1, max_size=3)
+    )
+    tree = [(shape, draw(st.sampled_from(dtypes))) for shape in shapes]
+    name = draw(st.sampled_from(sorted(OPTIMIZERS)))
+    return {
+        "master": master,
+        "tree": tree,
+        "name": name,
+        "accumulate": draw(st.sampled_from([1, 1, 3])),
+        "moment_dtype": draw(st.sampled_from([None, "bfloat16"])),
+        "scale": {
+            "loss_scale": 2.0 ** draw(st.integers(0, 20)),
+            "period": draw(st.integers(1, 20)),
+            "max_loss_scale": 2.0**22,
+            "hysteresis": draw(st.integers(1, 3)),
+        },
+        "overflow_rate": draw(st.sampled_from([0.0, 0.05, 0.5, 0.9])),
+        "seed": draw(st.integers(0, 2**31 - 1)),
+    }
+
+
+@settings(
+    max_examples=STEPS // PER_EXAMPLE,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(runs())
+def test_ten_thousand_random_steps_keep_the_invariants(run):
+    """Parameter equals rounded master, scale within its bounds, counts add up, one program."""
+    inner = OPTIMIZERS[run["name"]]()
+    if run["accumulate"] > 1:
+        inner = optax.MultiSteps(inner, run["accumulate"])
+    loss_scale = DynamicLossScale(**run["scale"])
+    optimizer = mixed_precision(
+        inner, loss_scale, master=run["master"], seed=run["seed"], moment_dtype=run["moment_dtype"]
+    )
+    random = np.random.default_rng(run["seed"])
+    params = [jnp.asarray(random.normal(size=shape), dtype) for shape, dtype in run["tree"]]
+    state = optimizer.init(params)
+    types = jax.tree.map(lambda x: (x.shape, x.dtype), (params, state))
+    step = jax.jit(one_step(optimizer))
+    read = jax.jit(jmp_kit.master_params)
+    expected, skipped, in_a_row = loss_scale, 0, 0
+    has_elements = any(np.prod(shape) for shape, _ in run["tree"])
+    for _ in range(PER_EXAMPLE):
+        overflow = has_elements and random.random() < run["overflow_rate"]
+        grads = [random.normal(size=shape).astype(np.float32) for shape, _ in run["tree"]]
+        if overflow:
+            where = random.choice([i for i, (shape, _) in enumerate(run["tree"]) if np.prod(shape)])
+            grads[where].reshape(-1)[0] = random.choice([np.inf, -np.inf, np.nan])
+        before = (params, state.inner_state, state.master, state.key)
+        params, state = step(params, state, grads)
+        expected = expected.adjust(not overflow)
+        skipped, in_a_row = skipped + overflow, in_a_row + 1 if overflow else 0
+        assert bits(state.loss_scale) == bits(expected)
+        assert 1 <= float(state.loss_scale.loss_scale) <= 2.0**22
+        assert (int(state.skipped), int(state.consecutive_skipped)) == (skipped, in_a_row)
+        assert bool(state.finite) is not overflow
+        if overflow:
+            assert bits((params, state.inner_state, state.master, state.key)) == bits(before)
+        for param, full in zip(params, read(state, params), strict=True):
+            assert bits(rounded(run["master"], full, param.dtype)) == bits(param)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), (params, state)) == types
+    assert step._cache_size() == 1
