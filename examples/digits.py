@@ -2,9 +2,11 @@
 
     python examples/digits.py
     python examples/digits.py --policy mixed_float16 --steps 1000 --seed 1 --out my_run
+    python examples/digits.py --policy bfloat16 --master remainder --checkpoint-dir checkpoints
 
 Trains the same network on the same batches once per policy, on the 1,797 scanned digits that come
-with scikit-learn, and compares. `make_train_step` is the part to copy.
+with scikit-learn, and compares. `make_train_step` is the part to copy. With --checkpoint-dir a run
+that was stopped, whenever and however, goes on where it was and ends with the same bits.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,6 +34,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jmp_kit
+import jmp_kit.checkpoint
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -73,14 +77,16 @@ def make_train_step(
     return train_step
 
 
-def make_optimizer(policy: jmp_kit.Policy, steps: int) -> optax.GradientTransformation:
+def make_optimizer(
+    policy: jmp_kit.Policy, steps: int, master: str = "float32"
+) -> optax.GradientTransformation:
     """AdamW with masters and atomic steps, and a loss scale where float16 needs one."""
     schedule = optax.cosine_decay_schedule(2e-3, steps)
     loss_scale: jmp_kit.LossScale = jmp_kit.NoOpLossScale()
     if policy.compute_dtype == jnp.float16:
         # Over a real run's length the default period of 2000 is right; here it would never grow.
         loss_scale = jmp_kit.DynamicLossScale(period=25)
-    return jmp_kit.mixed_precision(optax.adamw(schedule), loss_scale)
+    return jmp_kit.mixed_precision(optax.adamw(schedule), loss_scale, master=master)
 
 
 def predict(params: Any, images: jax.Array) -> jax.Array:
@@ -99,8 +105,9 @@ class Run:
     skipped: list[int]  # the steps that did not apply
     final_loss_scale: float
     accuracy: float  # on the held-out test images, 0 to 1
-    step_seconds: float  # median
+    step_seconds: float  # median; NaN if all steps were trained before
     temporary_bytes: int | None  # of the compiled train step, where the compiler tells
+    state: Any  # parameters, optimizer state and history, as in a checkpoint
 
     @property
     def final_loss(self) -> float:
@@ -134,42 +141,95 @@ def train(
     steps: int,
     seed: int,
     on_step: Callable[[float], None] = lambda loss: None,
+    *,
+    master: str = "float32",
+    checkpoint_dir: pathlib.Path | None = None,
+    checkpoint_every: int = 50,
 ) -> Run:
     """Train under one policy; `on_step` is told the loss of every step."""
     policy = jmp_kit.get_policy(policy_name)
     train_data, (test_images, test_labels) = load_data(seed)
-    optimizer = make_optimizer(policy, steps)
+    optimizer = make_optimizer(policy, steps, master)
     params = Network().init(jax.random.key(seed), train_data[0][:1])["params"]
     params = policy.cast_to_param(params)
-    opt_state = optimizer.init(params)
-
+    state = {
+        "params": params,
+        "opt_state": optimizer.init(params),
+        "step": 0,
+        "losses": np.zeros(steps, np.float32),
+        "loss_scales": np.zeros(steps, np.float32),
+        "skipped": np.zeros(steps, bool),
+    }
     example = next(batches(train_data, 1, seed))
-    train_step = make_train_step(policy, optimizer).lower(params, opt_state, example).compile()
+    train_step = (
+        make_train_step(policy, optimizer).lower(params, state["opt_state"], example).compile()
+    )
 
-    losses, loss_scales, skipped, seconds = [], [], [], []
-    for step, batch in enumerate(batches(train_data, steps, seed)):
-        loss_scales.append(float(jmp_kit.metrics(opt_state)["loss_scale"]))
-        start = time.perf_counter()
-        params, opt_state, loss = jax.block_until_ready(train_step(params, opt_state, batch))
-        seconds.append(time.perf_counter() - start)
-        losses.append(float(loss))
-        if not jmp_kit.metrics(opt_state)["finite"]:
-            skipped.append(step)
-        on_step(losses[-1])
-    jmp_kit.raise_if_diverged(opt_state)
+    seconds = []
+    with Checkpoints(checkpoint_dir, checkpoint_every) as checkpoints:
+        state = checkpoints.latest(state)
+        done = state["step"]
+        for loss in state["losses"][:done]:
+            on_step(float(loss))
+        for step, batch in enumerate(batches(train_data, steps, seed)):
+            if step < done:
+                continue
+            state["loss_scales"][step] = jmp_kit.metrics(state["opt_state"])["loss_scale"]
+            start = time.perf_counter()
+            params, opt_state, loss = jax.block_until_ready(
+                train_step(state["params"], state["opt_state"], batch)
+            )
+            seconds.append(time.perf_counter() - start)
+            state |= {"params": params, "opt_state": opt_state, "step": step + 1}
+            state["losses"][step] = loss
+            state["skipped"][step] = not jmp_kit.metrics(opt_state)["finite"]
+            checkpoints.save(state)
+            on_step(float(loss))
+    jmp_kit.raise_if_diverged(state["opt_state"])
 
     memory = train_step.memory_analysis()
-    logits = jax.jit(jmp_kit.autocast(predict, policy))(params, test_images)
+    logits = jax.jit(jmp_kit.autocast(predict, policy))(state["params"], test_images)
     return Run(
         policy=policy_name,
-        losses=losses,
-        loss_scales=loss_scales,
-        skipped=skipped,
-        final_loss_scale=float(jmp_kit.metrics(opt_state)["loss_scale"]),
+        losses=state["losses"].tolist(),
+        loss_scales=state["loss_scales"].tolist(),
+        skipped=np.flatnonzero(state["skipped"]).tolist(),
+        final_loss_scale=float(jmp_kit.metrics(state["opt_state"])["loss_scale"]),
         accuracy=float(np.mean(np.argmax(logits, axis=-1) == test_labels)),
-        step_seconds=statistics.median(seconds),
+        step_seconds=statistics.median(seconds) if seconds else math.nan,
         temporary_bytes=memory.temp_size_in_bytes if memory else None,
+        state=state,
     )
+
+
+class Checkpoints:
+    """A training state saved by Orbax every few steps, in the background, and found again."""
+
+    def __init__(self, directory: pathlib.Path | None, every: int) -> None:
+        self._directory, self._every = directory, every
+
+    def __enter__(self) -> "Checkpoints":
+        if self._directory is not None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=3)
+            self._manager = ocp.CheckpointManager(self._directory.absolute(), options=options)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._directory is not None:
+            self._manager.close()
+
+    def latest(self, state: Any) -> Any:
+        """The state that was saved last, in the precision of this one; or this one."""
+        if self._directory is None or self._manager.latest_step() is None:
+            return state
+        return jmp_kit.checkpoint.restore(self._directory, like=state)
+
+    def save(self, state: Any) -> None:
+        """Save the state, if it is time to."""
+        if self._directory is not None and state["step"] % self._every == 0:
+            # Copied, for the loop goes on writing to the history while it is being saved.
+            state = jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, state)
+            self._manager.save(state["step"], args=ocp.args.StandardSave(state))
 
 
 def table_of(runs: list[Run]) -> Table:
@@ -193,7 +253,7 @@ def table_of(runs: list[Run]) -> Table:
             f"{run.final_loss:.4f}",
             str(len(run.skipped)),
             f"2^{math.log2(run.final_loss_scale):g}",
-            f"{run.step_seconds * 1e3:.1f} ms",
+            "unknown" if math.isnan(run.step_seconds) else f"{run.step_seconds * 1e3:.1f} ms",
             "unknown" if run.temporary_bytes is None else f"{run.temporary_bytes / 2**20:.2f} MiB",
         )
     return table
@@ -236,7 +296,20 @@ def main(arguments: list[str] | None = None) -> None:
             def on_step(loss: float, task: Any = task) -> None:
                 progress.update(task, advance=1, loss=loss)
 
-            runs.append(train(policy, options.steps, options.seed, on_step))
+            directory = None
+            if options.checkpoint_dir is not None:
+                name = f"{policy}-{options.steps}steps-seed{options.seed}"
+                directory = pathlib.Path(options.checkpoint_dir) / name
+            run = train(
+                policy,
+                options.steps,
+                options.seed,
+                on_step,
+                master=options.master,
+                checkpoint_dir=directory,
+                checkpoint_every=options.checkpoint_every,
+            )
+            runs.append(run)
     console.print(table_of(runs))
     if jax.default_backend() == "cpu":
         console.print(
@@ -258,6 +331,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=_positive, default=400, help="steps per policy")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and the split")
+    parser.add_argument(
+        "--master",
+        default="float32",
+        help="how the precision of 16-bit parameters is kept, as mixed_precision takes it",
+    )
+    parser.add_argument(
+        "--checkpoint-dir", help="folder for checkpoints, from which a stopped run goes on"
+    )
+    parser.add_argument(
+        "--checkpoint-every", type=_positive, default=50, help="steps between checkpoints"
+    )
     parser.add_argument("--out", default="out", help="folder for the figure")
     return parser.parse_args(arguments)
 

@@ -25,5 +25,6 @@ from jmp_kit.optim import MixedPrecisionState as MixedPrecisionState
 from jmp_kit.optim import mixed_precision as mixed_precision
 from jmp_kit.optim import master_params as master_params
 from jmp_kit.optim import loss_scale_of as loss_scale_of
+from jmp_kit.optim import convert_precision as convert_precision
 from jmp_kit.optim import metrics as metrics
 from jmp_kit.optim import raise_if_diverged as raise_if_diverged

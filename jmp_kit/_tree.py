@@ -140,6 +140,17 @@ def _describe(x: Any) -> str:
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
+def path_names(path: Any) -> tuple[str, ...]:
+    """A key path as plain names: the same for a NamedTuple and for the dict made of it."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def chosen_sharding(leaf: Any) -> Any:
+    """The sharding that somebody gave an array, or None where JAX may place it as it likes."""
+    given = getattr(leaf, "committed", isinstance(leaf, jax.ShapeDtypeStruct))
+    return leaf.sharding if given else None
+
+
 def register_state(cls: type[T]) -> type[T]:
     """Register a dataclass as a pytree: fields marked `metadata={"static": True}` are structure.
 

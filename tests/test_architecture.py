@@ -22,6 +22,7 @@ FLOORS = {
     "_grad": 3,
     "autocast": 3,
     "optim": 4,
+    "checkpoint": 5,
     "__init__": 7,
 }
 

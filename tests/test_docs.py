@@ -30,7 +30,7 @@ def test_the_public_names_are_those_of_the_contract():
         *("value_and_grad", "grad"),
         *("autocast", "full_precision", "PRODUCTS"),
         *("mixed_precision", "MixedPrecisionState"),
-        *("loss_scale_of", "master_params", "metrics", "raise_if_diverged"),
+        *("loss_scale_of", "master_params", "convert_precision", "metrics", "raise_if_diverged"),
     }
 
 

@@ -1,5 +1,6 @@
 """Optimizers for half-precision training."""
 
+from jmp_kit.optim._convert import convert_precision as convert_precision
 from jmp_kit.optim._inspect import loss_scale_of as loss_scale_of
 from jmp_kit.optim._inspect import metrics as metrics
 from jmp_kit.optim._inspect import raise_if_diverged as raise_if_diverged

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_kit._tree import is_array
 from jmp_kit.rounding import join_float32, round_to, split_float32, stochastic_round
 
 # (full: float32[...], dtype, key) -> (rounded: float32[...], kept)
@@ -20,7 +19,8 @@ Keep = Callable[[jax.Array, Any, jax.Array | None], tuple[jax.Array, Any]]
 
 def is_narrow(param: Any) -> bool:
     """Whether a parameter is floating-point of 16 bits, so that it needs something kept."""
-    return is_array(param, jnp.floating) and jnp.finfo(param.dtype).bits == 16
+    floating = hasattr(param, "dtype") and jnp.issubdtype(param.dtype, jnp.floating)
+    return floating and jnp.finfo(param.dtype).bits == 16
 
 
 def widened(param: jax.Array) -> jax.Array:
@@ -69,6 +69,15 @@ def _stochastic(full: jax.Array, dtype: Any, key: jax.Array | None) -> tuple[jax
 
 def _none(full: jax.Array, dtype: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
     return round_to(full, dtype), None
+
+
+def keep_like(kept: Any) -> Keep:
+    """The way that made what is kept; where that is nothing, rounding to nearest."""
+    if kept is None:
+        return _none
+    return {jnp.dtype(jnp.int16): _remainder, jnp.dtype(jnp.bfloat16): _kahan}.get(
+        kept.dtype, _float32
+    )
 
 
 MASTERS: dict[str, Keep] = {

@@ -1,0 +1,169 @@
+"""Restoring a training state that Orbax saved, at the same precision or at another.
+
+Saving needs nothing of ours. Everything that a run goes on from is in its state: parameters, what
+is kept of them, moments, loss scale, counts, seeds.
+
+    manager = orbax.checkpoint.CheckpointManager(directory)
+    manager.save(step, args=orbax.checkpoint.args.StandardSave(state))
+    ...
+    state = jmp_kit.checkpoint.restore(directory, like=state)
+"""
+
+import json
+import pathlib
+import re
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jmp_kit._tree import chosen_sharding, is_array, path_names
+from jmp_kit.optim import convert_precision
+
+_TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+def restore(
+    directory: Any,
+    like: Any,
+    step: int | None = None,
+    *,
+    params: str | Iterable[str] = "params",
+    exact: bool = True,
+    fall_back: bool = False,
+) -> Any:
+    """The state that was saved last, or at one step, in the structure and precision of `like`.
+
+    Bit for bit where dtypes are the same, and converted by `convert_precision` where they are not:
+    a float32 checkpoint into bfloat16 parameters with remainders, another `master`, other moments,
+    with plain optax or with `mixed_precision`.
+
+    Args:
+      directory: of an `orbax.checkpoint.CheckpointManager` (local), or of one checkpoint.
+      like: a state as the run starts with: its structure, dtypes and shardings.
+      step: which one; None for the latest.
+      params: the entry of the state that holds the parameters, or the path to it.
+      exact: whether to refuse a conversion that loses something.
+      fall_back: whether to go on with the newest good checkpoint before it, with a warning, where
+        one cannot be read. The steps since then are trained again.
+
+    Returns:
+      The restored state. Keep the step in it too, to know where to go on.
+
+    Raises:
+      FileNotFoundError: if there is no checkpoint in `directory`, or none of that step.
+      ValueError: if one cannot be read (truncated, damaged, of another kind), naming the file; or
+        as `convert_precision`, if it is of another model or optimizer, or `exact` and something
+        would be lost.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp, jmp_kit, optax, orbax.checkpoint as ocp
+      >>> from jmp_kit import checkpoint
+      >>> def start(dtype, master):
+      ...     optimizer = jmp_kit.mixed_precision(optax.adamw(1e-3), master=master)
+      ...     params = {"w": jnp.full(2, 0.1, dtype)}
+      ...     return {"params": params, "opt_state": optimizer.init(params), "step": 0}
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     with ocp.CheckpointManager(directory) as manager:
+      ...         state = start(jnp.float32, "float32") | {"step": 7}
+      ...         saved = manager.save(7, args=ocp.args.StandardSave(state))
+      ...     state = checkpoint.restore(directory, start(jnp.bfloat16, "remainder"))
+      >>> state["step"], state["params"]["w"].dtype, state["opt_state"].master["w"].dtype
+      (7, dtype(bfloat16), dtype('int16'))
+
+    Source: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpointing_pytrees.html
+    """
+    checkpoints = _checkpoints(pathlib.Path(directory).absolute(), step)
+    for i, path in enumerate(checkpoints):
+        try:
+            state = _read(path, like)
+        except Exception as error:
+            others = [other.name for other in checkpoints[i + 1 :]]
+            problem = f"The checkpoint {path} cannot be read: {_reason(error)}"
+            if not fall_back or not others:
+                raise ValueError(f"{problem} {_advice(others)}") from error
+            warnings.warn(f"{problem} Falling back to step {others[0]}.", stacklevel=2)
+        else:
+            return convert_precision(state, like, params=params, exact=exact)
+    raise AssertionError("unreachable: there is at least one checkpoint")
+
+
+def _checkpoints(directory: pathlib.Path, step: int | None) -> list[pathlib.Path]:
+    """The checkpoint of a step and those before it, newest first; or the directory itself."""
+    if step is None and _is_item(directory):
+        return [directory]
+    steps = {}
+    for path in directory.iterdir() if directory.is_dir() else ():
+        number = re.search(r"(?:^|_)(\d+)$", path.name)
+        if number and path.is_dir() and _TEMPORARY not in path.name:
+            steps[int(number[1])] = path
+    if not steps or (step is not None and step not in steps):
+        listed = (
+            f"its steps are {', '.join(map(str, sorted(steps)))}" if steps else "it has no steps"
+        )
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise FileNotFoundError(
+            f"There is {wanted} in {directory}: {listed}. Pass the directory that was given to "
+            "orbax.checkpoint.CheckpointManager."
+        )
+    return [steps[n] for n in sorted(steps, reverse=True) if step is None or n <= step]
+
+
+def _is_item(path: pathlib.Path) -> bool:
+    return (path / "_METADATA").exists()
+
+
+def _read(path: pathlib.Path, like: Any) -> Any:
+    """What was saved, as dicts and lists, each array where `like` has its own."""
+    items = [p for p in (path, path / "default", *sorted(path.iterdir())) if _is_item(p)]
+    if not items:
+        raise ValueError(f"there is no _METADATA in it, nor in {path / 'default'}")
+    structure = items[0] / "_METADATA"
+    try:
+        json.loads(structure.read_text())
+    except ValueError as error:
+        raise ValueError(f"{structure} is no JSON: {error}") from error
+    there = {path_names(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(like)}
+
+    def how(key_path: Any, leaf: Any) -> Any:
+        place = there.get(path_names(key_path))
+        sharding = chosen_sharding(place)
+        if place is not None and is_array(
+            place, jax.dtypes.prng_key
+        ):  # NumPy has no arrays of these.
+            sharding = place.sharding
+        if sharding is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(sharding=sharding)
+
+    # The handler itself, for a Checkpointer warns where a manager's item lies one folder down.
+    handler, item = ocp.PyTreeCheckpointHandler(), epath.Path(items[0])
+    try:
+        args = jax.tree_util.tree_map_with_path(
+            how, handler.metadata(item).tree, is_leaf=lambda node: hasattr(node, "shape")
+        )
+        return handler.restore(item, args=ocp.args.PyTreeRestore(restore_args=args))
+    finally:
+        handler.close()
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split()).partition(" [tensorstore_spec")[0]
+    return f"{type(error).__name__}: {text[:600].rstrip('.')}."
+
+
+def _advice(others: list[str]) -> str:
+    if others:
+        return (
+            "It is damaged, or no checkpoint of Orbax's. Pass fall_back=True to go on with the "
+            f"newest good one before it, step={others[0]} to choose, or delete it."
+        )
+    return (
+        "It is damaged, or no checkpoint of Orbax's, and there is none before it. Start again in "
+        "another directory, or copy it from a backup."
+    )
