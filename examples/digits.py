@@ -333,6 +333,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and the split")
     parser.add_argument(
         "--master",
+        type=_master,
         default="float32",
         help="how the precision of 16-bit parameters is kept, as mixed_precision takes it",
     )
@@ -349,6 +350,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def _policy(name: str) -> str:
     try:
         jmp_kit.get_policy(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
+
+
+def _master(name: str) -> str:
+    try:
+        jmp_kit.mixed_precision(optax.identity(), master=name)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return name

@@ -95,7 +95,7 @@ def restore(
 
 def _checkpoints(directory: pathlib.Path, step: int | None) -> list[pathlib.Path]:
     """The checkpoint of a step and those before it, newest first; or the directory itself."""
-    if step is None and _is_item(directory):
+    if step is None and (_is_item(directory) or (directory / "_CHECKPOINT_METADATA").exists()):
         return [directory]
     steps = {}
     for path in directory.iterdir() if directory.is_dir() else ():

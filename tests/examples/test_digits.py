@@ -4,7 +4,9 @@ import importlib.util
 import pathlib
 import statistics
 
+import jax
 import matplotlib.image
+import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -42,12 +44,66 @@ def test_one_policy_of_one_s_own(digits, tmp_path, capsys):
     [
         (["--policy", "c=f17"], "Unknown dtype 'f17'"),
         (["--steps", "0"], "'0' is no positive number of steps"),
+        (["--master", "kaan"], "master is 'kaan', which is no way to keep precision"),
     ],
 )
 def test_a_wrong_command_line_is_explained(digits, arguments, words, capsys):
     with pytest.raises(SystemExit):
         digits.parse(arguments)
     assert words in capsys.readouterr().err
+
+
+class StoppedError(Exception):
+    """What stops a run in the middle."""
+
+
+def stop_after(count):
+    losses = []
+
+    def on_step(loss):
+        losses.append(loss)
+        if len(losses) == count:
+            raise StoppedError
+
+    return on_step
+
+
+def test_a_stopped_run_goes_on_by_itself_to_the_same_bits(digits, tmp_path):
+    def run(directory, on_step=lambda loss: None):
+        return digits.train(
+            "p=bf16,c=f16,o=f32",
+            30,
+            0,
+            on_step,
+            master="stochastic",
+            checkpoint_dir=directory,
+            checkpoint_every=7,
+        )
+
+    whole = run(None)
+    with pytest.raises(StoppedError):
+        run(tmp_path / "run", stop_after(12))
+    seen = []
+    resumed = run(tmp_path / "run", seen.append)
+    assert resumed.losses == whole.losses == seen
+    assert resumed.loss_scales == whole.loss_scales
+    assert resumed.skipped == whole.skipped
+    for a, b in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(whole.state), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_the_command_line_resumes_at_another_master(digits, tmp_path, capsys):
+    arguments = ["--policy", "p=bf16,c=bf16,o=f32", "--steps", "9", "--checkpoint-every", "9"]
+    arguments += ["--out", str(tmp_path), "--checkpoint-dir", str(tmp_path / "checkpoints")]
+    digits.main([*arguments, "--master", "float32"])
+    first = capsys.readouterr().out
+    digits.main([*arguments, "--master", "remainder"])
+    second = capsys.readouterr().out
+    assert "unknown" in second  # No step was trained, so none was timed.
+    accuracy = [next(w for w in text.split() if "%" in w and "." in w) for text in (first, second)]
+    assert accuracy[0] == accuracy[1]
+    with pytest.raises(ValueError, match="cannot be kept exactly"):
+        digits.main([*arguments, "--master", "none"])
 
 
 def test_half_precision_is_as_accurate_as_float32(digits):
