@@ -24,8 +24,6 @@ from etils import epath
 from jmp_kit._tree import chosen_sharding, is_array, path_names
 from jmp_kit.optim import convert_precision
 
-_TEMPORARY = ".orbax-checkpoint-tmp"
-
 
 def restore(
     directory: Any,
@@ -78,29 +76,27 @@ def restore(
 
     Source: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpointing_pytrees.html
     """
-    checkpoints = _checkpoints(pathlib.Path(directory).absolute(), step)
-    for i, path in enumerate(checkpoints):
-        try:
-            state = _read(path, like)
-        except Exception as error:
-            others = [other.name for other in checkpoints[i + 1 :]]
-            problem = f"The checkpoint {path} cannot be read: {_reason(error)}"
-            if not fall_back or not others:
-                raise ValueError(f"{problem} {_advice(others)}") from error
-            warnings.warn(f"{problem} Falling back to step {others[0]}.", stacklevel=2)
-        else:
-            return convert_precision(state, like, params=params, exact=exact)
-    raise AssertionError("unreachable: there is at least one checkpoint")
+    (_, path), *others = _checkpoints(pathlib.Path(directory).absolute(), step).items()
+    try:
+        state = _read(path, like)
+    except Exception as error:
+        problem = f"The checkpoint {path} cannot be read: {_reason(error)}"
+        if not fall_back or not others:
+            raise ValueError(f"{problem} {_advice(others)}") from error
+        before, _ = others[0]
+        warnings.warn(f"{problem} Falling back to step {before}.", stacklevel=2)
+        return restore(directory, like, before, params=params, exact=exact, fall_back=True)
+    return convert_precision(state, like, params=params, exact=exact)
 
 
-def _checkpoints(directory: pathlib.Path, step: int | None) -> list[pathlib.Path]:
-    """The checkpoint of a step and those before it, newest first; or the directory itself."""
+def _checkpoints(directory: pathlib.Path, step: int | None) -> dict[int | None, pathlib.Path]:
+    """The checkpoint of a step, or the latest, and those before it; or the directory itself."""
     if step is None and (_is_item(directory) or (directory / "_CHECKPOINT_METADATA").exists()):
-        return [directory]
+        return {None: directory}
     steps = {}
     for path in directory.iterdir() if directory.is_dir() else ():
         number = re.search(r"(?:^|_)(\d+)$", path.name)
-        if number and path.is_dir() and _TEMPORARY not in path.name:
+        if number and path.is_dir():
             steps[int(number[1])] = path
     if not steps or (step is not None and step not in steps):
         listed = (
@@ -111,7 +107,7 @@ def _checkpoints(directory: pathlib.Path, step: int | None) -> list[pathlib.Path
             f"There is {wanted} in {directory}: {listed}. Pass the directory that was given to "
             "orbax.checkpoint.CheckpointManager."
         )
-    return [steps[n] for n in sorted(steps, reverse=True) if step is None or n <= step]
+    return {n: steps[n] for n in sorted(steps, reverse=True) if step is None or n <= step}
 
 
 def _is_item(path: pathlib.Path) -> bool:
@@ -157,11 +153,11 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:600].rstrip('.')}."
 
 
-def _advice(others: list[str]) -> str:
+def _advice(others: list[tuple[int | None, pathlib.Path]]) -> str:
     if others:
         return (
             "It is damaged, or no checkpoint of Orbax's. Pass fall_back=True to go on with the "
-            f"newest good one before it, step={others[0]} to choose, or delete it."
+            f"newest good one before it, step={others[0][0]} to choose, or delete it."
         )
     return (
         "It is damaged, or no checkpoint of Orbax's, and there is none before it. Start again in "
