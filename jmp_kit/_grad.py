@@ -54,6 +54,32 @@ def value_and_grad(
       >>> f"{grad:.2e} {grad.dtype}"
       '1.00e-08 float32'
 
+      Several losses, each with a scale of its own. Gradients are true ones, so they can be added,
+      and every scale is adjusted by its own; `mixed_precision` without one skips if any overflowed.
+
+      >>> losses = [lambda w: 3e-8 * w.astype(jnp.float32), lambda w: w.astype(jnp.float32) ** 2]
+      >>> scales = [jmp_kit.DynamicLossScale(2.0**20), jmp_kit.DynamicLossScale(2.0**4)]
+      >>> grads = [jmp_kit.grad(fun, scale)(w) for fun, scale in zip(losses, scales)]
+      >>> scales = [s.adjust(jmp_kit.all_finite(g)) for s, g in zip(scales, grads)]
+      >>> f"{grads[0]:.2e} {sum(grads):.3f} {[float(s.loss_scale) for s in scales]}"
+      '3.00e-08 2.000 [1048576.0, 16.0]'
+
+      A penalty on gradients (WGAN-GP): scale the inner backward pass too. The slope is a true one,
+      in float32, and the outer pass differentiates through its scaling and unscaling.
+
+      >>> @jmp_kit.autocast("mixed_float16")
+      ... def critic(params, x):
+      ...     return jnp.tanh(x @ params["w"]) @ params["v"]
+      >>> loss_scale = jmp_kit.DynamicLossScale(2.0**10)
+      >>> def penalized(params, x):
+      ...     slope = jmp_kit.grad(lambda x: critic(params, x).sum(), loss_scale)(x)
+      ...     norm = jnp.sqrt((slope**2).sum(-1) + 1e-12)
+      ...     return critic(params, x).mean() + 10 * ((norm - 1) ** 2).mean()
+      >>> params = {"w": jnp.ones((3, 4)) / 2, "v": jnp.ones(4)}
+      >>> loss, grads = jmp_kit.value_and_grad(penalized, loss_scale)(params, jnp.ones((2, 3)) / 4)
+      >>> grads["w"].dtype, bool(jmp_kit.all_finite(grads))
+      (dtype('float32'), True)
+
     Source: Micikevicius et al. 2018, section 3.2, https://arxiv.org/abs/1710.03740
     """
     _check(fun, loss_scale)

@@ -134,6 +134,31 @@ def mixed_precision(
       >>> opt_state.master["w"].dtype, bool(opt_state.finite)
       (dtype('float32'), True)
 
+      Accumulation over 4 micro-batches, and half the state: 6 bytes a parameter instead of 14.
+
+      >>> optimizer = jmp_kit.mixed_precision(
+      ...     optax.MultiSteps(optax.adamw(1e-3), 4),
+      ...     jmp_kit.DynamicLossScale(),
+      ...     master="stochastic",
+      ...     moment_dtype="bfloat16",
+      ... )
+
+      Two optimizers in one step, as for a GAN. With a loss scale each they go their own ways. With
+      one that they share, which is then a value of your own, each still skips on its own overflow,
+      and the scale sees all gradients.
+
+      >>> loss_scale = jmp_kit.DynamicLossScale(2.0**15)
+      >>> optimizers = [jmp_kit.mixed_precision(optax.sgd(0.5)) for _ in range(2)]
+      >>> weights = [jnp.ones(()), jnp.ones(())]
+      >>> states = [optimizer.init(w) for optimizer, w in zip(optimizers, weights)]
+      >>> grads = [jnp.float32(1), jnp.float32(jnp.inf)]
+      >>> for i, optimizer in enumerate(optimizers):
+      ...     updates, states[i] = optimizer.update(grads[i], states[i], weights[i])
+      ...     weights[i] = optax.apply_updates(weights[i], updates)
+      >>> loss_scale = loss_scale.adjust(jmp_kit.all_finite(grads))
+      >>> [float(w) for w in weights], float(loss_scale.loss_scale)
+      ([0.5, 1.0], 16384.0)
+
     Sources: Micikevicius et al. 2018, section 3.1, https://arxiv.org/abs/1710.03740; optax,
     https://optax.readthedocs.io/en/latest/api/transformations.html
     """
