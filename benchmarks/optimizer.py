@@ -43,37 +43,23 @@ def optimizers() -> dict[str, tuple[Any, Callable[[], optax.GradientTransformati
             jnp.bfloat16,
             lambda: jmp_kit.mixed_precision(adamw, scale, master="remainder"),
         ),
+        "mixed_precision, bfloat16, stochastic": (
+            jnp.bfloat16,
+            lambda: jmp_kit.mixed_precision(adamw, scale, master="stochastic"),
+        ),
+        "mixed_precision, bfloat16, remainders, bfloat16 moments": (
+            jnp.bfloat16,
+            lambda: jmp_kit.mixed_precision(
+                adamw, scale, master="remainder", moment_dtype="bfloat16"
+            ),
+        ),
     }
 
 
-def run(options: Options) -> list[Row]:
-    """Every optimizer on the same number of parameters, in sixteen arrays."""
-    count = 2**16 if options.tiny else 1_300_000_000 // 2**16 * 2**16
-    copied = jnp.ones(2**16 if options.tiny else 2**28, jnp.float32)
-    bandwidth = 2 * copied.nbytes / timed(jax.jit(jnp.negative), copied)
-    rows: list[Row] = []
-    for name, (dtype, make) in optimizers().items():
-        if not options.takes(name):
-            continue
-        try:
-            optimizer = make()
-        except ValueError as error:
-            rows.append({"contender": name, "failed": str(error)[:200]})
-            continue
-        # One after the other: the state of all at once would not fit.
-        rows += _measured(name, optimizer, dtype, count, bandwidth, options.steps)
-    return rows
-
-
-def _measured(
-    name: str,
-    optimizer: optax.GradientTransformation,
-    dtype: Any,
-    count: int,
-    bandwidth: float,
-    steps: int,
-) -> list[Row]:
-    grads = [jnp.full(count // 16, 1e-3, dtype) for _ in range(16)]
+def contender(name: str, count: int) -> tuple[Contender, list[Any]]:
+    """One of the optimizers on `count` parameters in sixteen arrays, and its gradients' shapes."""
+    dtype, make = optimizers()[name]
+    optimizer = make()
 
     def state() -> Any:
         params = [jnp.ones(count // 16, dtype) for _ in range(16)]
@@ -85,12 +71,42 @@ def _measured(
         params = optax.apply_updates(params, updates)
         return (params, opt_state), params[0][0]
 
-    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(state))) / count
-    floor = 2 * kept + jnp.dtype(dtype).itemsize
-    [row] = measure([Contender(name, step, state)], [tuple(grads)], steps=steps, title=name)
+    return Contender(name, step, state), [jax.ShapeDtypeStruct((count // 16,), dtype)] * 16
+
+
+def count(tiny: bool) -> int:
+    """How many parameters."""
+    return 2**16 if tiny else 1_300_000_000 // 2**16 * 2**16
+
+
+def run(options: Options) -> list[Row]:
+    """Every optimizer on the same number of parameters."""
+    copied = jnp.ones(2**16 if options.tiny else 2**28, jnp.float32)
+    bandwidth = 2 * copied.nbytes / timed(jax.jit(jnp.negative), copied)
+    # One after the other: the state of all at once would not fit.
+    return [
+        _measured(name, count(options.tiny), bandwidth, options.steps)
+        for name in optimizers()
+        if options.takes(name)
+    ]
+
+
+def _measured(name: str, count: int, bandwidth: float, steps: int) -> Row:
+    contestant, shapes = contender(name, count)
+    grads = tuple(jnp.full(x.shape, 1e-3, x.dtype) for x in shapes)
+    state = jax.eval_shape(contestant.state)
+    kept = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / count
+    floor = 2 * kept + shapes[0].dtype.itemsize
+    [row] = measure([contestant], [grads], steps=steps, title=name)
     if "step_ms" not in row:
-        return [row]
+        return row
     share = floor * count / bandwidth / (row["step_ms"] / 1e3)
     moved = row["bytes_accessed"] / count
-    found = {"kept": kept, "floor": floor, "moved": moved, "share": share, "bandwidth": bandwidth}
-    return [{**row, **found}]
+    return {
+        **row,
+        "kept": kept,
+        "floor": floor,
+        "moved": moved,
+        "share": share,
+        "bandwidth": bandwidth,
+    }

@@ -1,4 +1,4 @@
-"""What does a GPU's compiler make of the train steps, on a machine without a GPU?
+"""What does a GPU's compiler make of the steps, on a machine without a GPU?
 
 Compiled for an H200, and not run: no times, but the dtypes of products, the memory, and the bytes
 that kernels read and write. Needs JAX's CUDA plugin: `pip install ".[cuda12]"`.
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,18 +18,22 @@ import jax.numpy as jnp
 import optax
 from jax.experimental import topologies
 
-from benchmarks import gpt
+from benchmarks import gpt, optimizer
 from benchmarks.compiled import bytes_moved, product_dtypes, program_bytes
-from benchmarks.measuring import Contender
+from benchmarks.measuring import Contender, Step
 from benchmarks.models import ResNet
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import Task, contenders
 
 DEVICE = "NVIDIA H200, compiled for and not run"
 
+ADAMW = "AdamW, 1.3 billion parameters"
+
 COLUMNS = [
     Column("contender", lambda row: row["contender"]),
-    Column("products", lambda row: ", ".join(f"{n} {d}" for d, n in row["products"].items())),
+    Column(
+        "products", lambda row: ", ".join(f"{n} {d}" for d, n in row["products"].items()) or "none"
+    ),
     Column("memory, GiB", number("program_mib", ",.2f", 1 / 1024)),
     Column("read and written, GB", number("bytes_moved", ",.1f", 1e-9)),
 ]
@@ -63,13 +68,12 @@ device_description_str: "NVIDIA H200"
 
 
 def run(options: Options) -> list[Row]:
-    """Every train step of both models, in a process that sees no GPU."""
-    names = [
-        f"{model}: {c.name}"
-        for model, task, _ in _models(options.tiny)
-        for c in contenders(task)
-        if options.takes(c.name)
+    """Every train step of both models, and every optimizer, in a process that sees no GPU."""
+    steps = [
+        *((model, c.name) for model, task, _ in _models(options.tiny) for c in contenders(task)),
+        *((ADAMW, name) for name in optimizer.optimizers()),
     ]
+    names = [f"{group}: {name}" for group, name in steps if options.takes(name)]
     if not has_plugin():
         reason = "JAX's CUDA plugin is not installed: pip install jmp-kit[cuda12]"
         return [
@@ -110,7 +114,9 @@ def _models(tiny: bool) -> list[tuple[str, Task, tuple[Any, ...]]]:
     ]
 
 
-def _compiled(contender: Contender, batch: tuple[Any, ...], device: Any) -> Row:
+def _compiled(
+    contender: Contender, step: Step, state: Any, batch: Sequence[Any], device: Any
+) -> Row:
     sharding = jax.sharding.SingleDeviceSharding(device)
 
     def there(tree: Any) -> Any:
@@ -118,7 +124,6 @@ def _compiled(contender: Contender, batch: tuple[Any, ...], device: Any) -> Row:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    step, state = contender.flat()
     with jax.default_matmul_precision(contender.precision):
         traced = jax.jit(step, donate_argnums=0).trace(there(state), *there(batch))
     program = traced.lower().compile()
@@ -140,7 +145,15 @@ def main() -> None:
         for contender in contenders(task):
             if f"{model}: {contender.name}" in what["names"]:
                 print(model, contender.name, file=sys.stderr)
-                rows.append({"group": model, **_compiled(contender, batch, topology.devices[0])})
+                compiled = _compiled(contender, *contender.flat(), batch, topology.devices[0])
+                rows.append({"group": model, **compiled})
+    for name in optimizer.optimizers():
+        if f"{ADAMW}: {name}" in what["names"]:
+            print(ADAMW, name, file=sys.stderr)
+            contender, grads = optimizer.contender(name, optimizer.count(what["tiny"]))
+            state = jax.eval_shape(contender.state)
+            compiled = _compiled(contender, contender.step, state, grads, topology.devices[0])
+            rows.append({"group": ADAMW, **compiled})
     print(json.dumps(rows))
 
 

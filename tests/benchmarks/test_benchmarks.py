@@ -58,7 +58,7 @@ def test_it_runs_and_its_table_has_a_row_for_each_contender(name, measured):
 
 
 TORCH = importlib.util.find_spec("torch") is not None
-REFUSED = {("optimizer", "mixed_precision, bfloat16, remainders")}
+REFUSED = set()
 if not TORCH:
     REFUSED |= {("gpt", f"PyTorch AMP, {dtype}") for dtype in ("bfloat16", "float16")}
 if not programs.has_plugin():

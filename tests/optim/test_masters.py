@@ -175,6 +175,23 @@ def test_steps_in_one_program_are_steps_one_by_one(master, dtype):
     assert bits(state_all) == bits(state_one)
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [(jnp.bfloat16, 17), (jnp.float16, 20)])
+def test_how_much_kahan_keeps(dtype, bits):
+    """Half a step of the parameter and 9 bits of the bfloat16 beside it; a tie costs one more."""
+    full = jnp.asarray(np.random.default_rng(0).uniform(0.1, 4, 100_000), jnp.float32)
+    state = {"params": full, "opt_state": mixed_precision(optax.identity()).init(full)}
+    like = full.astype(dtype)
+    half = {
+        "params": like,
+        "opt_state": mixed_precision(optax.identity(), master="kahan").init(like),
+    }
+    half = jmp_kit.convert_precision(state, half, exact=False)
+    kept = jmp_kit.master_params(half["opt_state"], half["params"])
+    errors = np.sort(np.abs(np.asarray(kept / full - 1)))
+    assert errors[-1] <= 2.0 ** (1 - bits)
+    assert errors[99_000] <= 2.0**-bits
+
+
 def distance(a, b):
     return float(optax.tree.norm(jax.tree.map(jnp.subtract, a, b)))
 
