@@ -1,6 +1,8 @@
 """Every way of keeping the precision of a 16-bit parameter, held against a float32 run."""
 
 import functools
+import pathlib
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,6 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jmp_kit
-from examples import digits
 from jmp_kit import DynamicLossScale, mixed_precision
 
 # optax itself promotes: see the fixture.
@@ -228,24 +229,13 @@ def test_nearer_than_plain_rounding_on_a_quadratic(dtype):
     [(optax.adamw(1e-4), jnp.bfloat16), (optax.sgd(1e-2), jnp.float16)],
     ids=["adamw-bfloat16", "sgd-float16"],
 )
-def test_nearer_than_plain_rounding_on_digits(optimizer, dtype):
+def test_nearer_than_plain_rounding_on_digits(optimizer, dtype, tmp_path):
     """100 steps of the digits network: at most half of plain rounding's distance from float32."""
-    data, _ = digits.load_data(0)
-    start = digits.Network().init(jax.random.key(0), data[0][:1])["params"]
-    start = jax.tree.map(lambda p: p.astype(dtype), start)
-
-    def end(params, master):
-        wrapped = mixed_precision(optimizer, master=master)
-        train_step = digits.make_train_step(jmp_kit.get_policy("float32"), wrapped)
-        state = wrapped.init(params)
-        for batch in digits.batches(data, 100, 0):
-            params, state, _ = train_step(params, state, batch)
-        return jmp_kit.master_params(state, params)
-
-    reference = end(jmp_kit.cast_to_full(start), "float32")
-    plain = distance(end(start, "none"), reference)
+    picture = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "docs" / "masters.py"))
+    found = picture["distances"](optimizer, dtype, 100, ("none", "kahan", "stochastic"))
     for way in ("kahan", "stochastic"):
-        assert distance(end(start, way), reference) <= plain / 2, way
+        assert found[way][-1] <= found["none"][-1] / 2, way
+    picture["draw"](found, tmp_path / "masters.png")
 
 
 def test_a_run_is_repeated_by_its_seed():
