@@ -224,15 +224,12 @@ def test_nearer_than_plain_rounding_on_a_quadratic(dtype):
         assert distance(end(params, master=way), reference) <= plain / 2, way
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "dtype"),
-    [(optax.adamw(1e-4), jnp.bfloat16), (optax.sgd(1e-2), jnp.float16)],
-    ids=["adamw-bfloat16", "sgd-float16"],
-)
-def test_nearer_than_plain_rounding_on_digits(optimizer, dtype, tmp_path):
+def test_nearer_than_plain_rounding_on_digits(tmp_path):
     """100 steps of the digits network: at most half of plain rounding's distance from float32."""
     picture = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "docs" / "masters.py"))
-    found = picture["distances"](optimizer, dtype, 100, ("none", "kahan", "stochastic"))
+    found = picture["distances"](
+        optax.adamw(1e-4), "bfloat16", 100, ("none", "kahan", "stochastic")
+    )
     for way in ("kahan", "stochastic"):
         assert found[way][-1] <= found["none"][-1] / 2, way
     picture["draw"](found, tmp_path / "masters.png")
