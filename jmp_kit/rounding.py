@@ -192,8 +192,7 @@ def stochastic_round(key: jax.Array, x: jax.Array, dtype: DTypeLike = jnp.bfloat
     step = float(to.smallest_subnormal)
     size = jnp.abs(x) / step
     below = jnp.floor(size)
-    # The upper 24 bits are a float32 below 1, exactly.
-    uniform = (draws >> 8).astype(jnp.float32) * 2.0**-24
+    uniform = draws.astype(jnp.float32) * 2.0**-32
     subnormal = jnp.copysign((below + (uniform < size - below).astype(jnp.float32)) * step, x)
     rounded = jnp.where(jnp.abs(x) < float(to.smallest_normal), subnormal, rounded)
     return rounded.astype(dtype)

@@ -121,7 +121,7 @@ def test_stochastic_rounding_is_unbiased(dtype):
     x = np.asarray(values, np.float64)
     want = (x - below) / (np.float64(above) - below)
     error = np.sqrt(want * (1 - want) / DRAWS)
-    np.testing.assert_array_less(np.abs(got - want), 5 * error + 2.0**-24)
+    np.testing.assert_array_less(np.abs(got - want), 5 * error + 1 / DRAWS)
 
 
 def _neighbours(x, dtype):
