@@ -218,7 +218,7 @@ class DynamicLossScale(_Scaling):
         """
         finite = boolean_scalar("grads_finite", grads_finite)
         steps = jnp.where(finite, self.counter + 1, 0)
-        grow = steps == self.period
+        grow = steps >= self.period  # over it where a checkpoint of another period went on
         if self.overflows is None:
             overflows, back_off = [], ~finite
         else:
@@ -230,6 +230,7 @@ class DynamicLossScale(_Scaling):
         shrunk = jnp.maximum(self.loss_scale * self.backoff_factor, self.min_loss_scale)
         loss_scale = jnp.where(grow & jnp.isfinite(grown), grown, self.loss_scale)
         loss_scale = jnp.where(back_off, shrunk, loss_scale)
+        loss_scale = jnp.clip(loss_scale, self.min_loss_scale, self.max_loss_scale)
         leaves = [loss_scale, jnp.where(grow, 0, steps), *overflows]
         return jax.tree.unflatten(jax.tree.structure(self), leaves)
 

@@ -4,7 +4,8 @@ Saving needs nothing of ours. Everything that a run goes on from is in its state
 is kept of them, moments, loss scale, counts, seeds.
 
     manager = orbax.checkpoint.CheckpointManager(directory)
-    manager.save(step, args=orbax.checkpoint.args.StandardSave(state))
+    manager.save(step, args=orbax.checkpoint.args.StandardSave(state))  # in the background
+    manager.wait_until_finished()
     ...
     state = jmp_kit.checkpoint.restore(directory, like=state)
 """
@@ -17,11 +18,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jmp_kit._tree import chosen_sharding, is_array, path_names
+from jmp_kit._tree import chosen_sharding, path_names
 from jmp_kit.optim import convert_precision
 
 
@@ -41,7 +43,7 @@ def restore(
     with plain optax or with `mixed_precision`.
 
     Args:
-      directory: of an `orbax.checkpoint.CheckpointManager` (local), or of one checkpoint.
+      directory: of an `orbax.checkpoint.CheckpointManager`, or of one checkpoint; local.
       like: a state as the run starts with: its structure, dtypes and shardings.
       step: which one; None for the latest.
       params: the entry of the state that holds the parameters, or the path to it.
@@ -80,6 +82,8 @@ def restore(
     try:
         state = _read(path, like)
     except Exception as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise
         problem = f"The checkpoint {path} cannot be read: {_reason(error)}"
         if not fall_back or not others:
             raise ValueError(f"{problem} {_advice(others)}") from error
@@ -91,12 +95,13 @@ def restore(
 
 def _checkpoints(directory: pathlib.Path, step: int | None) -> dict[int | None, pathlib.Path]:
     """The checkpoint of a step, or the latest, and those before it; or the directory itself."""
-    if step is None and (_is_item(directory) or (directory / "_CHECKPOINT_METADATA").exists()):
+    if step is None and _is_checkpoint(directory):
         return {None: directory}
     steps = {}
     for path in directory.iterdir() if directory.is_dir() else ():
         number = re.search(r"(?:^|_)(\d+)$", path.name)
-        if number and path.is_dir():
+        # A folder of another kind may end in a number too.
+        if number and (path.name.isdigit() or _is_checkpoint(path)):
             steps[int(number[1])] = path
     if not steps or (step is not None and step not in steps):
         listed = (
@@ -105,7 +110,8 @@ def _checkpoints(directory: pathlib.Path, step: int | None) -> dict[int | None, 
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise FileNotFoundError(
             f"There is {wanted} in {directory}: {listed}. Pass the directory that was given to "
-            "orbax.checkpoint.CheckpointManager."
+            "orbax.checkpoint.CheckpointManager, and wait for a save in the background to finish: "
+            "manager.wait_until_finished()."
         )
     return {n: steps[n] for n in sorted(steps, reverse=True) if step is None or n <= step}
 
@@ -114,12 +120,30 @@ def _is_item(path: pathlib.Path) -> bool:
     return (path / "_METADATA").exists()
 
 
+def _is_checkpoint(path: pathlib.Path) -> bool:
+    return _is_item(path) or (path / "_CHECKPOINT_METADATA").exists()
+
+
+def _item_in(path: pathlib.Path) -> pathlib.Path:
+    """The folder of the pytree in a checkpoint, which may have several by name."""
+    for item in (path, path / "default"):
+        if _is_item(item):
+            return item
+    items = [item for item in sorted(path.iterdir()) if _is_item(item)]
+    if len(items) == 1:
+        return items[0]
+    if items:
+        raise ValueError(
+            f"it holds several items, {', '.join(item.name for item in items)}: pass the folder "
+            f"of the one that has the whole state, {items[0]} say"
+        )
+    raise ValueError(f"there is no _METADATA in it, nor in {path / 'default'}")
+
+
 def _read(path: pathlib.Path, like: Any) -> Any:
     """What was saved, as dicts and lists, each array where `like` has its own."""
-    items = [p for p in (path, path / "default", *sorted(path.iterdir())) if _is_item(p)]
-    if not items:
-        raise ValueError(f"there is no _METADATA in it, nor in {path / 'default'}")
-    structure = items[0] / "_METADATA"
+    item = _item_in(path)
+    structure = item / "_METADATA"
     try:
         json.loads(structure.read_text())
     except ValueError as error:
@@ -127,23 +151,22 @@ def _read(path: pathlib.Path, like: Any) -> Any:
     there = {path_names(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(like)}
 
     def how(key_path: Any, leaf: Any) -> Any:
-        place = there.get(path_names(key_path))
-        sharding = chosen_sharding(place)
-        if place is not None and is_array(
-            place, jax.dtypes.prng_key
-        ):  # NumPy has no arrays of these.
-            sharding = place.sharding
+        place: Any = there.get(path_names(key_path))
+        sharding = chosen_sharding(place) if np.shape(place) == tuple(leaf.shape) else None
+        if hasattr(place, "dtype") and jnp.issubdtype(place.dtype, jax.dtypes.prng_key):
+            # NumPy has no arrays of these.
+            sharding = chosen_sharding(place) or jax.sharding.SingleDeviceSharding(jax.devices()[0])
         if sharding is None:
             return ocp.RestoreArgs(restore_type=np.ndarray)
         return ocp.ArrayRestoreArgs(sharding=sharding)
 
     # The handler itself, for a Checkpointer warns where a manager's item lies one folder down.
-    handler, item = ocp.PyTreeCheckpointHandler(), epath.Path(items[0])
+    handler, folder = ocp.PyTreeCheckpointHandler(), epath.Path(item)
     try:
         args = jax.tree_util.tree_map_with_path(
-            how, handler.metadata(item).tree, is_leaf=lambda node: hasattr(node, "shape")
+            how, handler.metadata(folder).tree, is_leaf=lambda node: hasattr(node, "shape")
         )
-        return handler.restore(item, args=ocp.args.PyTreeRestore(restore_args=args))
+        return handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=args))
     finally:
         handler.close()
 
@@ -157,7 +180,7 @@ def _advice(others: list[tuple[int | None, pathlib.Path]]) -> str:
     if others:
         return (
             "It is damaged, or no checkpoint of Orbax's. Pass fall_back=True to go on with the "
-            f"newest good one before it, step={others[0][0]} to choose, or delete it."
+            f"newest good one before it, or step={others[0][0]} to choose."
         )
     return (
         "It is damaged, or no checkpoint of Orbax's, and there is none before it. Start again in "

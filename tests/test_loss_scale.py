@@ -58,6 +58,17 @@ HISTORIES = st.lists(st.booleans(), min_size=40, max_size=40)
 POWERS = st.integers(-10, 10).map(lambda e: 2.0**e)
 
 
+def test_a_state_of_other_settings_goes_on_by_these():
+    """As after a restart with a shorter period and a lower maximum."""
+    settings = DynamicLossScale(2.0**8, period=3, max_loss_scale=2.0**10)
+    leaves = [jnp.float32(2.0**16), jnp.int32(1500)]
+    restored = jax.tree.unflatten(jax.tree.structure(settings), leaves)
+    assert [float(x) for x in jax.tree.leaves(restored.adjust(jnp.asarray(True)))] == [2.0**10, 0]
+    leaves = [jnp.float32(2.0**8), jnp.int32(1500)]
+    restored = jax.tree.unflatten(jax.tree.structure(settings), leaves)
+    assert [float(x) for x in jax.tree.leaves(restored.adjust(jnp.asarray(True)))] == [2.0**9, 0]
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     history=HISTORIES | st.just([True] * 40) | st.just([False] * 40),

@@ -1,6 +1,7 @@
 """A training state at one precision, made into one at another."""
 
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax
@@ -9,11 +10,14 @@ import numpy as np
 
 from jmp_kit._tree import chosen_sharding, is_array, path_names
 from jmp_kit.optim._master import full_value, is_narrow, keep_like
+from jmp_kit.optim._mixed_precision import MixedPrecisionState
 
 Path = tuple[str, ...]
 
 # In the name of a leaf, before what `mixed_precision` keeps beside the inner optimizer's state.
 _OWN = "(mixed_precision)"
+
+_FIELDS = MixedPrecisionState._fields
 
 
 def convert_precision(
@@ -42,12 +46,14 @@ def convert_precision(
 
     Returns:
       A pytree with the structure of `like`. What belongs to `mixed_precision` alone (loss scale,
-      seed, counts of skipped steps) and is not in `state` is as in `like`. It reads values: call
-      it outside jit.
+      seed, counts of skipped steps) and is not in `state` is as in `like`. It shares arrays with
+      both: what is donated afterwards is gone in all. It reads values: call it outside jit.
 
     Raises:
       ValueError: if the two are not states of the same training, with what is missing, unexpected
-        or of another shape; or if `exact` and something would be lost.
+        or of another shape; if `params` does not lead to what the masters belong to (convert the
+        parts of a state with several sets of parameters one by one); or if `exact` and something
+        would be lost.
 
     Example:
       >>> import jax.numpy as jnp, jmp_kit, optax
@@ -66,9 +72,13 @@ def convert_precision(
     where = (params,) if isinstance(params, str) else tuple(params)
     found, _ = _named(state)
     wanted, treedef = _named(like)
-    _check_same_training(found, wanted, where)
+    _check_same_training(found, wanted)
+    if _form(found) == _form(wanted):
+        leaves = [_placed(name, found[name], leaf) for name, leaf in wanted.items()]
+        return jax.tree.unflatten(treedef, leaves)
 
-    kept, wanted_kept = _masters(found), _masters(wanted)
+    paths = {n[len(where) :] for n in wanted if n[: len(where)] == where}
+    kept, wanted_kept = _masters(found, where, paths), _masters(wanted, where, paths)
     converted, masters, lost = {}, {}, []
     for name, leaf in wanted.items():
         if _master_of(name) is not None:
@@ -101,6 +111,8 @@ def _named(tree: Any) -> tuple[dict[Path, Any], Any]:
     # By their fields, for a checkpoint library makes dicts of MixedPrecisionStates.
     fields = ("finite", "skipped", "consecutive_skipped")
     roots = set.intersection(*({p[:-1] for p in leaves if p[-1:] == (f,)} for f in fields))
+    others = {p[:i] for p in leaves for i in range(len(p)) if p[i] not in _FIELDS}
+    roots -= others
 
     def name_of(path: Path) -> Path:
         for root in roots:
@@ -119,9 +131,28 @@ def _master_of(name: Path) -> Path | None:
     return None
 
 
-def _masters(leaves: dict[Path, Any]) -> dict[Path, Any]:
+def _masters(leaves: dict[Path, Any], where: Path, paths: AbstractSet[Path]) -> dict[Path, Any]:
     """What is kept of the parameters, by their paths."""
-    return {p: leaf for name, leaf in leaves.items() if (p := _master_of(name)) is not None}
+    named = [(p, leaf) for name, leaf in leaves.items() if (p := _master_of(name)) is not None]
+    kept = dict(named)
+    if paths and kept.keys() <= paths and len(kept) == len(named):
+        return kept
+    entries = sorted({name[0] for name in leaves if name})
+    reason = (
+        f"{len(named) - len(kept)} of the masters have the same path"
+        if len(kept) < len(named)
+        else f"of {len(paths)} arrays there {len(kept.keys() & paths)} have one of {len(kept)} masters"
+    )
+    raise ValueError(
+        f"The parameters to convert are not at {_join(where)!r}: {reason}. The entries are "
+        f"{_some(entries)}. Write params= and the one that the optimizer was initialised with. "
+        "Where there are several sets of parameters, each with an optimizer, convert them one by "
+        'one, as {"params": …, "opt_state": …}.'
+    )
+
+
+def _form(leaves: dict[Path, Any]) -> dict[Path, Any]:
+    return {name: getattr(leaf, "dtype", None) for name, leaf in leaves.items()}
 
 
 def _parameter(param: Any, kept: Any, like: Any, like_kept: Any) -> tuple[Any, Any, bool]:
@@ -132,25 +163,33 @@ def _parameter(param: Any, kept: Any, like: Any, like_kept: Any) -> tuple[Any, A
 
     if form(param, kept) == form(like, like_kept):
         return param, kept, True
-    full = full_value(jnp.asarray(param), None if kept is None else jnp.asarray(kept))
+    full = param
+    if is_narrow(param):
+        full = full_value(jnp.asarray(param), None if kept is None else jnp.asarray(kept))
     if not is_narrow(like):
         value, is_exact = _cast(full, like)
         return value, None, is_exact
-    rounded, new_kept = keep_like(like_kept)(full.astype(jnp.float32), like.dtype, None)
+    full, in_float32 = _cast(full, np.empty(0, np.float32))
+    full = jnp.asarray(full)
+    rounded, new_kept = keep_like(like_kept)(full, like.dtype, None)
     value = rounded.astype(like.dtype)
-    return value, new_kept, _same(full_value(value, new_kept), full)
+    overflown = jnp.any(jnp.isinf(rounded) & ~jnp.isinf(full))
+    is_exact = in_float32 and not overflown and _same(full_value(value, new_kept), full)
+    return value, new_kept, is_exact
 
 
 def _cast(value: Any, like: Any) -> tuple[Any, bool]:
     """A value in the dtype of another, and whether that is exact."""
     if not is_array(value) or not hasattr(like, "dtype") or value.dtype == like.dtype:
         return value, True
-    cast = jnp.asarray(value).astype(like.dtype)
-    return cast, _same(cast.astype(value.dtype), value)
+    # NumPy stays NumPy: JAX may have no 64 bits to compare in.
+    with np.errstate(over="ignore"):
+        cast = value.astype(like.dtype)
+        return cast, _same(cast.astype(value.dtype), value)
 
 
-def _same(a: jax.Array, b: Any) -> bool:
-    return bool(jnp.all((a == b) | ((a != a) & (b != b))))
+def _same(a: Any, b: Any) -> bool:
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _placed(name: Path, value: Any, like: Any) -> Any:
@@ -170,14 +209,7 @@ def _placed(name: Path, value: Any, like: Any) -> Any:
     return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
 
 
-def _check_same_training(found: dict[Path, Any], wanted: dict[Path, Any], where: Path) -> None:
-    paths = {name[len(where) :] for name in wanted if name[: len(where)] == where}
-    if not paths or not {*_masters(found), *_masters(wanted)} <= paths:
-        raise ValueError(
-            f"The parameters are not at {_join(where)!r}: there are {len(paths)} arrays there, and "
-            f"the entries are {_some(sorted({name[0] for name in wanted if name}))}. Write params= "
-            "and the entry that holds what the optimizer was initialised with."
-        )
+def _check_same_training(found: dict[Path, Any], wanted: dict[Path, Any]) -> None:
     problems = {
         "missing": [_join(name) for name in wanted if name not in found and _OWN not in name],
         "unexpected": [_join(name) for name in found if name not in wanted and _OWN not in name],

@@ -64,7 +64,11 @@ def master_params(opt_state: Any, params: Any) -> Any:
     for path, state in states_of(opt_state).items():
 
         def complete(kept: Any, param: Any, full: Any) -> Any:
-            return full if is_absent(kept) else full_value(param, kept)
+            if is_absent(kept):
+                return full
+            if kept.shape != param.shape:
+                raise ValueError(f"one is {list(param.shape)}, and its master {list(kept.shape)}")
+            return full_value(param, kept)
 
         try:
             full = jax.tree.map(complete, state.master, params, full, is_leaf=is_absent)

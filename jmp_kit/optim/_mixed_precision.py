@@ -101,9 +101,10 @@ def mixed_precision(
       seed: of the random rounding, of "stochastic" and of 16-bit moments. The key that follows
         from it is part of the state: a run can be repeated, and resumed, bit for bit.
       moment_dtype: "bfloat16" to keep the moments (averages of gradients and of their squares) in
-        2 bytes each. The update is computed in float32 and its moments are rounded at random, for
-        rounded to nearest a second moment would never decay. None leaves them as `inner` makes
-        them.
+        2 bytes each: float arrays in fields named mu, nu, trace, m1, m2, exp_avg, exp_avg_sq,
+        v_row and v_col. The update is computed in float32 and its moments are rounded at random,
+        for rounded to nearest a second moment would never decay. None leaves them as `inner`
+        makes them.
       axis_name: under `shard_map` and `pmap`, the axes along which devices hold different
         gradients, so that all of them take the same decision. Under `jit` nothing is needed.
 
@@ -210,6 +211,18 @@ def mixed_precision(
             key=jax.random.key_data(key) if random else None,
         )
 
+    def check_kept(path: Any, param: Any, kept: Any) -> None:
+        keeps = is_narrow(param) and master not in ("stochastic", "none")
+        if keeps != (kept is not None) or (keeps and kept.shape != param.shape):
+            now = f"{param.dtype}{list(param.shape)}"
+            then = "nothing" if kept is None else f"{kept.dtype}{list(kept.shape)}"
+            raise ValueError(
+                f"This state was made for other parameters: {jax.tree_util.keystr(path) or 'one'} "
+                f"is {now}, but what is kept of it is {then}. Cast first and then initialise: "
+                "opt_state = optimizer.init(policy.cast_to_param(params)); a state of another "
+                "precision goes through convert_precision."
+            )
+
     def update(
         grads: optax.Updates,
         state: MixedPrecisionState,
@@ -221,15 +234,17 @@ def mixed_precision(
                 "mixed_precision needs the parameters, to land on the rounded masters exactly: "
                 "write optimizer.update(grads, opt_state, params)."
             )
+        jax.tree_util.tree_map_with_path(check_kept, params, state.master)
+        full = jax.tree.map(full_value, params, state.master)
+        grads = cast_like(grads, full)
         finite = all_finite(grads)
         if axis_name is not None:
             finite = lax.pmin(finite.astype(jnp.int32), axis_name) == 1
 
         key, param_key, moment_key = _split(state.key)
 
-        full = jax.tree.map(full_value, params, state.master)
         wide = state.inner_state if moment_dtype is None else widen_state(state.inner_state)
-        updates, inner_state = inner.update(cast_like(grads, full), wide, full, **extra_args)
+        updates, inner_state = inner.update(grads, wide, full, **extra_args)
 
         def land(param: Any, kept: Any, full: Any, update: Any, key: Any) -> _Landing:
             if is_narrow(param):
@@ -268,13 +283,16 @@ def _land(
     """
     source = widened(param)
     target, kept = keep(full, param.dtype, key)
-    # The difference of an infinite parameter and itself would be NaN.
-    update = jnp.where(source == target, -0.0, target - source)
+    # No update leads away from infinity: it would be NaN. The float32 master is not lost, though.
+    stuck = jnp.isinf(source)
+    update = jnp.where((source == target) | stuck, -0.0, target - source)
     landed = round_to(source + update, param.dtype)
     _, kept_if_off = keep(landed, param.dtype, key)
-    return update, jax.tree.map(
-        lambda on, off: jnp.where(landed == target, on, off), kept, kept_if_off
-    )
+
+    def settle(on: jax.Array, off: jax.Array) -> jax.Array:
+        return jnp.where((landed == target) | (stuck & (on.dtype == jnp.float32)), on, off)
+
+    return update, jax.tree.map(settle, kept, kept_if_off)
 
 
 def _split(key_data: jax.Array | None) -> tuple[Any, Any, Any]:

@@ -67,9 +67,9 @@ def cast_moments(inner_state: Any, dtype: Any) -> Any:
             if is_array(leaf, jnp.floating) and leaf.ndim
         )
         raise ValueError(
-            f"moment_dtype is {dtype}, but this optimizer's state has no moments, which are fields "
-            f"named {', '.join(MOMENTS)}. Its float arrays are {', '.join(names) or 'none'}. "
-            "Leave moment_dtype out."
+            f"moment_dtype is {dtype}, but this optimizer's state has no fields known as moments: "
+            f"{', '.join(MOMENTS)}. Its float arrays are {', '.join(names) or 'none'}. Leave "
+            "moment_dtype out."
         )
     return state
 

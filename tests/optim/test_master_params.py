@@ -64,5 +64,7 @@ def test_other_parameters_and_no_state():
     state = mixed_precision(optax.sgd(0.1)).init({"w": jnp.ones(2, jnp.bfloat16)})
     with pytest.raises(ValueError, match="not those that the state at the root was made for"):
         jmp_kit.master_params(state, {"v": jnp.ones(2, jnp.bfloat16)})
+    with pytest.raises(ValueError, match=r"one is \[5\], and its master \[2\]"):
+        jmp_kit.master_params(state, {"w": jnp.ones(5, jnp.bfloat16)})
     with pytest.raises(ValueError, match="no mixed_precision state"):
         jmp_kit.master_params(optax.adam(0.1).init(jnp.ones(2)), jnp.ones(2))

@@ -313,6 +313,42 @@ def test_float16_has_no_remainder():
         optimizer.init(params)
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        (jnp.ones(3), jnp.ones(3, jnp.bfloat16), r"\['w'\] is bfloat16\[3\], .* is nothing"),
+        (jnp.ones(3, jnp.bfloat16), jnp.ones(3), r"\['w'\] is float32\[3\], .* int16\[3\]"),
+        (jnp.ones(3, jnp.bfloat16), jnp.ones(2, jnp.bfloat16), r".* bfloat16\[2\], .* int16\[3\]"),
+    ],
+)
+def test_a_state_made_before_the_cast_is_noticed(then, now, words):
+    optimizer = mixed_precision(optax.sgd(0.1), master="remainder")
+    state = optimizer.init({"w": then})
+    with pytest.raises(ValueError, match=f"made for other parameters: {words}.*cast_to_param"):
+        optimizer.update({"w": jnp.ones_like(now)}, state, {"w": now})
+
+
+def test_a_weight_that_outgrew_float16_can_still_be_had():
+    """The parameter stays infinite, which the next loss will show, but the master is a number."""
+    optimizer = mixed_precision(optax.sgd(1.0))
+    step = jax.jit(one_step(optimizer))
+    params = jnp.float16(65000)
+    state = optimizer.init(params)
+    for grad, master in ((-5000, 69992), (20000, 49992), (100, 49892)):
+        params, state = step(params, state, jnp.float32(grad))
+        assert float(params) == jnp.inf
+        assert float(jmp_kit.master_params(state, params)) == master
+
+
+def test_gradients_that_float32_cannot_hold_are_not_finite():
+    with jax.enable_x64(True):
+        optimizer = mixed_precision(optax.sgd(1.0))
+        params = jnp.ones(2)
+        params = params.astype(jnp.float32)
+        _, state = optimizer.update(jnp.full(2, 1e300), optimizer.init(params), params)
+        assert not state.finite
+
+
 @pytest.mark.parametrize("seed", [True, 0.5, "0", None])
 def test_a_seed_is_an_integer(seed):
     with pytest.raises(ValueError, match="must be an integer: write seed=0"):
