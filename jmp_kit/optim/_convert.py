@@ -138,11 +138,10 @@ def _masters(leaves: dict[Path, Any], where: Path, paths: AbstractSet[Path]) -> 
     if paths and kept.keys() <= paths and len(kept) == len(named):
         return kept
     entries = sorted({name[0] for name in leaves if name})
-    reason = (
-        f"{len(named) - len(kept)} of the masters have the same path"
-        if len(kept) < len(named)
-        else f"of {len(paths)} arrays there {len(kept.keys() & paths)} have one of {len(kept)} masters"
-    )
+    theirs = kept.keys() & paths
+    reason = f"of {len(paths)} arrays there {len(theirs)} have one of {len(kept)} masters"
+    if len(kept) < len(named):
+        reason = f"of {len(named)} masters {len(named) - len(kept)} have the path of another"
     raise ValueError(
         f"The parameters to convert are not at {_join(where)!r}: {reason}. The entries are "
         f"{_some(entries)}. Write params= and the one that the optimizer was initialised with. "
