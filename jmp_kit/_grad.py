@@ -82,6 +82,17 @@ def value_and_grad(
 
     Source: Micikevicius et al. 2018, section 3.2, https://arxiv.org/abs/1710.03740
     """
+
+    def grad_of(scaled: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.grad(scaled, argnums, has_aux=True, allow_int=allow_int)
+
+    return value_and_grad_by(grad_of, fun, loss_scale, has_aux)
+
+
+def value_and_grad_by(
+    grad_of: Callable[..., Any], fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool
+) -> Callable[..., Any]:
+    """`value_and_grad` by another derivative: `grad_of(f)` gives the gradient and `f`'s second."""
     _check(fun, loss_scale)
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -89,7 +100,7 @@ def value_and_grad(
         loss = _loss_of(value, has_aux)
         return loss_scale.scale(loss), value
 
-    scaled_grad = jax.grad(scaled, argnums, has_aux=True, allow_int=allow_int)
+    scaled_grad = grad_of(scaled)
 
     @functools.wraps(fun)
     def value_and_unscaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -163,6 +163,15 @@ def get_policy(policy_name: str) -> Policy:
     return Policy(param, compute, dtypes.get("output", compute))
 
 
+def as_policy(policy: Policy | str | DTypeLike) -> Policy:
+    """A policy, its name, or what to compute in with float32 parameters and outputs."""
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str):
+        return get_policy(policy)
+    return Policy(jnp.float32, parse_dtype(policy), jnp.float32)
+
+
 def _parse(name: str, policy_name: str) -> np.dtype:
     try:
         return parse_dtype(name.strip())

@@ -23,6 +23,8 @@ FLOORS = {
     "autocast": 3,
     "optim": 4,
     "checkpoint": 5,
+    "linen": 5,
+    "nnx": 5,
     "__init__": 7,
 }
 

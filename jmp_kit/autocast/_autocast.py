@@ -11,8 +11,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Primitive, primitives
 from jax.typing import DTypeLike
 
-from jmp_kit._dtypes import parse_dtype
-from jmp_kit._policy import Policy, get_policy
+from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import is_array
 from jmp_kit.autocast._arguments import flattened, paths_of_arrays
 from jmp_kit.autocast._evaluate import Evaluation
@@ -80,7 +79,7 @@ def autocast(
       (dtype('float32'), dtype('float32'))
     """
     if policy is None:
-        policy = _as_policy(fun)
+        policy = as_policy(fun)
         return functools.partial(
             autocast, policy=policy, rules=rules, products=products, recompute=recompute
         )
@@ -89,7 +88,7 @@ def autocast(
             f"autocast wraps a function, but got {fun!r}. Write autocast(loss_fn, "
             '"mixed_bfloat16"), or @autocast("mixed_bfloat16") above the function.'
         )
-    policy = _as_policy(policy)
+    policy = as_policy(policy)
     flow = Flow(_names(products))
     dtypes = _compiled(rules or {})
     halves = [d for d in (policy.compute_dtype, *dtypes.values()) if jnp.finfo(d).bits == 16]
@@ -124,14 +123,6 @@ def _leaving(x: Any, policy: Policy) -> Any:
     return cast(x, policy.output_dtype) if x.dtype == jnp.float32 else x
 
 
-def _as_policy(policy: Any) -> Policy:
-    if isinstance(policy, Policy):
-        return policy
-    if isinstance(policy, str):
-        return get_policy(policy)
-    return Policy(jnp.float32, parse_dtype(policy), jnp.float32)
-
-
 def _compiled(rules: Mapping[str, Any]) -> dict[re.Pattern[str], np.dtype]:
     if not isinstance(rules, Mapping):
         raise TypeError(
@@ -141,7 +132,7 @@ def _compiled(rules: Mapping[str, Any]) -> dict[re.Pattern[str], np.dtype]:
     compiled = {}
     for pattern, policy in rules.items():
         try:
-            compiled[re.compile(pattern)] = _as_policy(policy).compute_dtype
+            compiled[re.compile(pattern)] = as_policy(policy).compute_dtype
         except (re.error, TypeError) as error:
             raise ValueError(
                 f"The rule {pattern!r} is no regular expression ({error}), so no path can be "

@@ -1,0 +1,274 @@
+"""nnx models as they are, under a policy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jmp_kit
+import jmp_kit.nnx
+from jmp_kit.nnx import apply_policy
+from tests.autocast.test_rules import dtypes_of
+from tests.autocast.test_zoo import distance, products_of
+
+# optax itself promotes: see the fixture.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+IMAGES = jax.random.normal(jax.random.key(1), (2, 8, 8, 3))
+WORDS = jax.random.normal(jax.random.key(2), (2, 6, 16))
+TOKENS = jnp.arange(12).reshape(2, 6) % 7
+
+
+class Between(nnx.Module):
+    """A layer between two products, so that what it does to dtypes shows."""
+
+    def __init__(self, make, rngs):
+        self.first, self.last = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+        self.inner = make(rngs)
+
+    def __call__(self, x):
+        return self.last(self.inner(self.first(x)))
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.body = nnx.Embed(7, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.embed.attend(self.body(self.embed(tokens)))
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs):
+            return nnx.Linear(16, 16, rngs=rngs)
+
+        self.layers = make(rngs)
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return jnp.tanh(layer(x))
+
+        return self.head(run(x, self.layers))
+
+
+MODELS = {
+    "linear": (lambda r: nnx.Linear(16, 4, rngs=r), WORDS),
+    "linear_general": (lambda r: nnx.LinearGeneral(16, (2, 3), rngs=r), WORDS),
+    "einsum": (lambda r: nnx.Einsum("btd,dk->btk", (16, 4), (4,), rngs=r), WORDS),
+    "conv": (lambda r: nnx.Conv(3, 4, (3, 3), rngs=r), IMAGES),
+    "conv_transpose": (lambda r: nnx.ConvTranspose(3, 4, (3, 3), rngs=r), IMAGES),
+    "embed": (Tied, TOKENS),
+    "attention": (lambda r: nnx.MultiHeadAttention(2, 16, decode=False, rngs=r), WORDS),
+    "layer_norm": (lambda r: Between(lambda r: nnx.LayerNorm(16, rngs=r), r), WORDS),
+    "group_norm": (lambda r: Between(lambda r: nnx.GroupNorm(16, 4, rngs=r), r), WORDS),
+    "batch_norm": (lambda r: Between(lambda r: nnx.BatchNorm(16, rngs=r), r), WORDS),
+    "dropout": (lambda r: Between(lambda r: nnx.Dropout(0.5, rngs=r), r), WORDS),
+    "lora": (lambda r: nnx.LoRALinear(16, 4, lora_rank=2, rngs=r), WORDS),
+    "lstm": (lambda r: nnx.RNN(nnx.OptimizedLSTMCell(16, 8, rngs=r)), WORDS),
+    "scan": (Layers, WORDS),
+}
+
+
+def bits(node):
+    leaves = jax.tree.leaves(nnx.state(node))
+    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    return [
+        np.asarray(jax.random.key_data(x) if key else x).tobytes()
+        for x, key in zip(leaves, keys, strict=True)
+    ]
+
+
+def mean_square(model, x):
+    y = model(x)
+    return jnp.mean(jnp.square(y.astype(jnp.float32))), y
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["mixed_float16", "p=bf16,c=bf16,o=bf16"])
+def test_models_of_flax(name, policy):
+    make, x = MODELS[name]
+    plain, model = make(nnx.Rngs(0)), apply_policy(make(nnx.Rngs(0)), policy)
+    policy = jmp_kit.get_policy(policy)
+    params = nnx.state(model, nnx.Param)
+    assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype(policy.param_dtype)}
+
+    def products(model):
+        def gradient(state):
+            model = nnx.merge(graphdef, state)
+            return nnx.grad(lambda model: mean_square(model, x)[0])(model)
+
+        graphdef, state = nnx.split(model)
+        return products_of(gradient, state)
+
+    found = products(model)
+    assert found
+    assert all(dtypes == {jnp.dtype(policy.compute_dtype)} for dtypes in found)
+    assert len(found) == len(products(plain))
+
+    @nnx.jit
+    def run(model):
+        scale = jmp_kit.StaticLossScale(2.0**8)
+        return jmp_kit.nnx.value_and_grad(mean_square, scale, has_aux=True)(model, x)
+
+    (loss, y), grads = run(model)
+    (full_loss, full_y), full_grads = run(plain)
+    assert y.dtype == policy.output_dtype
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    limit = 0.01 if policy.compute_dtype == jnp.float16 else 0.1
+    assert distance(y, full_y) < limit
+    assert distance(grads, full_grads) < limit
+    assert abs(loss - full_loss) < limit * full_loss
+    statistics, full = (nnx.state(m, nnx.BatchStat) for m in (model, plain))
+    assert {s.dtype for s in jax.tree.leaves(statistics)} <= {jnp.dtype("float32")}
+    if name == "batch_norm":
+        assert distance(statistics, full) < limit
+    if name == "dropout":
+        counts = [int(m.inner.rngs.count[...]) for m in (model.model, plain)]
+        assert counts == [1, 1]
+
+
+class Network(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.dropout(self.norm(self.embed(x)))
+        for layer in self.layers:
+            x = x + nnx.relu(layer(x))
+        return self.head(x)
+
+    def features(self, x):
+        return self.norm(self.embed(x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["float32", "float16"])
+def test_training_with_an_nnx_optimizer_and_a_skipped_step(dtype):
+    policy = jmp_kit.Policy(dtype, jnp.float16, jnp.float32)
+    model = apply_policy(Network(nnx.Rngs(0)), policy)
+    transform = jmp_kit.mixed_precision(optax.adam(1e-2), jmp_kit.DynamicLossScale(2.0**10))
+    optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
+    traces = []
+
+    @nnx.jit
+    def train_step(model, optimizer, x):
+        traces.append(None)
+        scale = jmp_kit.loss_scale_of(optimizer.opt_state)
+        (loss, _), grads = jmp_kit.nnx.value_and_grad(mean_square, scale, has_aux=True)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(train_step(model, optimizer, WORDS)) for _ in range(3)]
+    before = bits(model)
+    train_step(model, optimizer, WORDS.at[0, 0, 0].set(jnp.inf))
+    assert bits(model) == before
+    numbers = {k: v.item() for k, v in jmp_kit.metrics(optimizer.opt_state).items()}
+    assert (numbers["skipped"], numbers["loss_scale"]) == (1, 2.0**9)
+    losses += [float(train_step(model, optimizer, WORDS)) for _ in range(20)]
+    assert losses[-1] < losses[0]
+    assert len(traces) <= 2
+    params, full = nnx.state(model, nnx.Param), jmp_kit.nnx.master_params(optimizer, model)
+    assert jax.tree.structure(full) == jax.tree.structure(params)
+    assert {p.dtype for p in jax.tree.leaves(full)} == {jnp.dtype("float32")}
+    rounded = jax.tree.map(lambda p: p.astype(dtype), full)
+    assert bits(rounded) == bits(params)
+    assert dtype == jnp.float32 or distance(full, params) > 1e-5
+
+
+def test_what_a_skipped_step_set_is_kept_if_asked_for():
+    model = apply_policy(Network(nnx.Rngs(0)), "mixed_bfloat16")
+    grad = jmp_kit.nnx.value_and_grad(
+        mean_square, jmp_kit.NoOpLossScale(), has_aux=True, keep_skipped_state=True
+    )
+    grad(model, WORDS.at[0, 0, 0].set(jnp.inf))
+    assert int(model.dropout.rngs.count[...]) == 1
+    assert not jnp.isfinite(model.norm.mean[...]).all()
+
+
+def test_rules_move_the_products_they_name_and_no_other():
+    def found(rules, policy="mixed_bfloat16"):
+        model = apply_policy(Network(nnx.Rngs(0)), policy, rules)
+        graphdef, state = nnx.split(model)
+        return dtypes_of(lambda state: nnx.merge(graphdef, state)(WORDS), state)
+
+    assert found({"head": "float32"}) == ["bfloat16"] * 3 + ["float32"]
+    assert found({"layers/1/kernel": "float16"})[1:3] == ["bfloat16", "float16"]
+    assert found({"layers/1": "float32", "layers": "float16"})[1:3] == ["float16", "float32"]
+    with pytest.raises(ValueError, match=r"'tail' matches no product(.|\n)*head/kernel"):
+        found({"tail": "float32"})
+
+
+def test_a_policy_module_is_a_module():
+    plain = Network(nnx.Rngs(0))
+    model = apply_policy(plain, "mixed_bfloat16")
+    assert model.model is plain
+    assert model.head is plain.head
+    model.eval()
+    assert plain.dropout.deterministic
+    with pytest.raises(AttributeError, match="missing"):
+        _ = model.missing
+    graphdef, state = nnx.split(model)
+    again = nnx.merge(graphdef, state)
+    assert (again(WORDS) == model(WORDS)).all()
+    assert (nnx.clone(model)(WORDS) == model(WORDS)).all()
+    features = model.features(WORDS)
+    assert features.dtype == jnp.float32
+    assert products_of(lambda x: model.features(x), WORDS) == [{jnp.dtype("bfloat16")}]
+
+
+def test_the_decorator_keeps_what_a_function_sets():
+    model, plain = Network(nnx.Rngs(0)), Network(nnx.Rngs(0))
+
+    @jmp_kit.nnx.autocast("p=f32,c=f16,o=f16")
+    def loss_fn(model, x, scale=1.0):
+        return mean_square(model, x)[0] * scale
+
+    loss = loss_fn(model, WORDS, scale=2.0)
+    assert loss.dtype == jnp.float16
+    full = mean_square(plain, WORDS)[0]
+    np.testing.assert_allclose(float(loss), 2 * float(full), rtol=1e-2)
+    assert int(model.dropout.rngs.count[...]) == 1
+    assert distance(nnx.state(model, nnx.BatchStat), nnx.state(plain, nnx.BatchStat)) < 1e-2
+
+
+def test_a_closed_over_model_that_sets_nothing_is_not_touched():
+    model = apply_policy(nnx.Linear(16, 4, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+    assert jax.jit(lambda x: model(x))(WORDS).dtype == jnp.float32
+
+
+def test_variables_that_a_call_adds_are_refused():
+    class Sowing(nnx.Module):
+        def __call__(self, x):
+            self.seen = nnx.Intermediate(x)
+            return x
+
+    with pytest.raises(ValueError, match=r"adds variables to its model \(seen\)"):
+        jmp_kit.nnx.autocast(lambda model, x: model(x), "mixed_bfloat16")(Sowing(), WORDS)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: apply_policy(nnx.Linear, "half"), TypeError, "nnx model, but got <class"),
+        (lambda: apply_policy(jnp.tanh, "half"), TypeError, "for functions jmp_kit.autocast"),
+        (lambda: apply_policy(nnx.Dropout(0.5), "c=f17"), ValueError, "f17"),
+        (
+            lambda: apply_policy(nnx.Dropout(0.5), "half", {"(": "float32"}),
+            ValueError,
+            "no regular",
+        ),
+    ],
+)
+def test_bad_input_teaches(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
