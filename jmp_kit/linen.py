@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import at_least_float32
-from jmp_kit.autocast import autocast
+from jmp_kit.autocast import ProductPaths, autocast, eval_shape, product_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,28 @@ class PolicyModule:
             return self.policy.cast_to_output(result)
         outputs, mutated = result
         return self.policy.cast_to_output(outputs), self._with_params_cast(mutated)
+
+    def paths(self, rngs: Any, *args: Any, **kwargs: Any) -> ProductPaths:
+        """What `rules` are compared with: the paths of each product. Print it for a table.
+
+        Args:
+          rngs, args, kwargs: as for `init`; arrays may be abstract. Nothing is computed.
+
+        Example:
+          >>> import flax.linen as nn, jax, jax.numpy as jnp
+          >>> from jmp_kit import linen
+          >>> model = linen.apply_policy(nn.Sequential([nn.Dense(8), nn.Dense(4)]), "half")
+          >>> print(model.paths(jax.random.key(0), jnp.ones((2, 3))))
+          product  paths
+                1  Sequential/layers_0  args/0  variables/params/layers_0/kernel
+                2  Sequential/layers_1  variables/params/layers_1/kernel
+        """
+
+        def run(variables: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.module.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
+
+        variables = eval_shape(self.module.init, rngs, *args, **kwargs)
+        return product_paths(run, variables, *args, **kwargs)
 
     def _with_params_cast(self, variables: Any) -> Any:
         if "params" not in variables:

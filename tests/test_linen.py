@@ -168,6 +168,9 @@ def test_rules_move_the_products_they_name_and_no_other():
     assert found({"layer_[01]": "float16"}) == ["bfloat16", "float16", "float16", "bfloat16"]
     assert found({"layer_1": "float32", "layer": "float16"})[1:3] == ["float16", "float32"]
     assert found({"embed/kernel": "bfloat16"}, "float32") == ["bfloat16"] + ["float32"] * 3
+    paths = apply_policy(Network(), "half").paths(KEY, jax.eval_shape(lambda: WORDS))
+    assert len(paths) == 4
+    assert "layer_1" in " ".join(paths[2])
     with pytest.raises(ValueError, match=r"'tail' matches no product(.|\n)*params/head/kernel"):
         found({"tail": "float32"})
 

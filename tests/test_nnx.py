@@ -204,6 +204,9 @@ def test_rules_move_the_products_they_name_and_no_other():
     assert found({"head": "float32"}) == ["bfloat16"] * 3 + ["float32"]
     assert found({"layers/1/kernel": "float16"})[1:3] == ["bfloat16", "float16"]
     assert found({"layers/1": "float32", "layers": "float16"})[1:3] == ["float16", "float32"]
+    paths = apply_policy(Network(nnx.Rngs(0)), "half").paths(jax.eval_shape(lambda: WORDS))
+    assert len(paths) == 4
+    assert "layers/1/kernel" in " ".join(paths[2])
     with pytest.raises(ValueError, match=r"'tail' matches no product(.|\n)*head/kernel"):
         found({"tail": "float32"})
 

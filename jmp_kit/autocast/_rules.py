@@ -47,7 +47,7 @@ class Rules:
         Raises:
           ValueError: if a rule matches nothing.
         """
-        program = _Marking(self, paths).jaxpr(jaxpr, "", [1 << i for i in range(len(paths))])
+        program = self.seen(jaxpr, paths)
         seen = sorted(frozenset().union(*program.products))
         for pattern in self.dtypes:
             if not any(map(pattern.search, seen)):
@@ -55,6 +55,10 @@ class Rules:
                     _MATCHED_NOTHING.format(pattern=pattern.pattern, seen=_lines(seen))
                 )
         return program.jaxpr
+
+    def seen(self, jaxpr: Jaxpr, paths: Sequence[str]) -> Marked:
+        """The program marked, and what paths its products have."""
+        return _Marking(self, paths).jaxpr(jaxpr, "", [1 << i for i in range(len(paths))])
 
     def dtype_of(self, paths: Iterable[str]) -> np.dtype:
         """What a product of these paths computes in."""

@@ -1,0 +1,50 @@
+"""What rules are compared with, for a user to look at."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_kit.autocast._arguments import flattened, paths_of_arrays
+from jmp_kit.autocast._autocast import PRODUCTS
+from jmp_kit.autocast._flow import Flow
+from jmp_kit.autocast._jaxpr import opened
+from jmp_kit.autocast._rules import Rules
+
+
+class ProductPaths(tuple[tuple[str, ...], ...]):
+    """The paths of each product of a function, in order; printed, a table."""
+
+    def __str__(self) -> str:
+        rows = [f"{i:>7}  {'  '.join(paths)}" for i, paths in enumerate(self, start=1)]
+        return "\n".join(["product  paths", *rows])
+
+
+def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`jax.eval_shape` that leaves alone what is no array: flags, strings, functions."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+
+    def on_arrays(arrays: dict[int, Any]) -> Any:
+        args, kwargs = jax.tree.unflatten(
+            treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        )
+        return fun(*args, **kwargs)
+
+    return jax.eval_shape(on_arrays, arrays)
+
+
+def product_paths(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> ProductPaths:
+    """The paths of the products of a function, whose arguments may be abstract arrays."""
+    found = []
+
+    def trace(*args: Any, **kwargs: Any) -> None:
+        flat, arrays, _ = flattened(fun, args, kwargs)
+        jaxpr, _ = opened(jax.make_jaxpr(flat)(*arrays))
+        full = jnp.dtype(jnp.float32)
+        rules = Rules({}, full, full, Flow(PRODUCTS))
+        found.extend(rules.seen(jaxpr, paths_of_arrays(fun, args, kwargs)).products)
+
+    eval_shape(trace, *args, **kwargs)
+    return ProductPaths(tuple(sorted(filter(None, paths))) for paths in found)
