@@ -69,7 +69,7 @@ def test_a_state_of_other_settings_goes_on_by_these():
     assert [float(x) for x in jax.tree.leaves(restored.adjust(jnp.asarray(True)))] == [2.0**9, 0]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     history=HISTORIES | st.just([True] * 40) | st.just([False] * 40),
     start=st.integers(-20, 120),

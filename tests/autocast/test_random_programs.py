@@ -96,7 +96,7 @@ def run(program, x):
 @pytest.mark.parametrize(
     ("policy", "tolerance"), [("mixed_float16", 0.01), ("mixed_bfloat16", 0.08)]
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=28, deadline=None, derandomize=True)
 @given(PROGRAMS)
 def test_autocast_never_fails_and_is_close(policy, tolerance, program):
     def fun(x):
