@@ -211,28 +211,6 @@ def test_a_parameter_that_outgrew_float16_leaves_its_master_alone():
     assert float(params["v"]) == 1.0
 
 
-@pytest.mark.parametrize("master", ["float32", "none"])
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda d: jnp.dtype(d).name)
-def test_steps_in_one_program_are_steps_one_by_one(master, dtype):
-    """XLA may leave out the cast of a parameter between two steps of one program."""
-    optimizer = mixed_precision(optax.sgd(1e-3), master=master)
-    step = one_step(optimizer)
-
-    def four(params, state, grads):
-        for _ in range(4):
-            params, state = step(params, state, grads)
-        return params, state
-
-    params = make_params(dtype)
-    grads = make_grads(params, 0)
-    params_one, state_one = params, optimizer.init(params)
-    for _ in range(4):
-        params_one, state_one = jax.jit(step)(params_one, state_one, grads)
-    params_all, state_all = jax.jit(four)(params, optimizer.init(params), grads)
-    assert bits(params_all) == bits(params_one)
-    assert bits(state_all.master) == bits(state_one.master)
-
-
 def test_one_tree_of_three_dtypes():
     params = {
         "full": jnp.ones(2),
