@@ -106,7 +106,7 @@ class DynamicLossScale(_Scaling):
             if all_finite(grads):
                 overflows = 0
                 counter += 1
-                if counter == period:
+                if counter >= period:
                     counter = 0
                     grown = min(loss_scale * factor, max_loss_scale)
                     loss_scale = grown if isfinite(grown) else loss_scale

@@ -56,7 +56,7 @@ def restore(
 
     Raises:
       FileNotFoundError: if there is no checkpoint in `directory`, or none of that step.
-      ValueError: if one cannot be read (truncated, damaged, of another kind), naming the file; or
+      ValueError: if `directory` is not local; if one cannot be read (truncated, damaged, of another kind), naming the file; or
         as `convert_precision`, if it is of another model or optimizer, or `exact` and something
         would be lost.
 
@@ -78,6 +78,11 @@ def restore(
 
     Source: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpointing_pytrees.html
     """
+    if "://" in str(directory):
+        raise ValueError(
+            f"The directory is {directory}, but restore reads local ones: copy the checkpoint, or "
+            "read it with Orbax and pass what it gave to jmp_kit.convert_precision."
+        )
     (_, path), *others = _checkpoints(pathlib.Path(directory).absolute(), step).items()
     try:
         state = _read(path, like)

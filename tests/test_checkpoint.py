@@ -279,6 +279,11 @@ def test_no_checkpoint_at_all(name, tmp_path):
         restore(tmp_path / name, {})
 
 
+def test_a_directory_elsewhere():
+    with pytest.raises(ValueError, match="bucket://run, but restore reads local ones: copy"):
+        restore("bucket://run", {})
+
+
 def test_no_such_step(two_steps):
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 3 .*its steps are 2, 4"):
         restore(two_steps, {}, step=3)
