@@ -56,9 +56,9 @@ def restore(
 
     Raises:
       FileNotFoundError: if there is no checkpoint in `directory`, or none of that step.
-      ValueError: if `directory` is not local; if one cannot be read (truncated, damaged, of another kind), naming the file; or
-        as `convert_precision`, if it is of another model or optimizer, or `exact` and something
-        would be lost.
+      ValueError: if `directory` is not local; if one cannot be read (truncated, damaged, of
+        another kind), naming the file; or as `convert_precision`, if it is of another model or
+        optimizer, or `exact` and something would be lost.
 
     Example:
       >>> import tempfile
