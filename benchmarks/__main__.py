@@ -18,7 +18,18 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 from rich.console import Console
 
-from benchmarks import accuracy, ceiling, gpt, mlp, optimizer, pieces, programs, resnet, results
+from benchmarks import (
+    accuracy,
+    ceiling,
+    gpt,
+    language,
+    mlp,
+    optimizer,
+    pieces,
+    programs,
+    resnet,
+    results,
+)
 
 BENCHMARKS: dict[str, Any] = {
     "programs": programs,
@@ -29,6 +40,7 @@ BENCHMARKS: dict[str, Any] = {
     "pieces": pieces,
     "optimizer": optimizer,
     "accuracy": accuracy,
+    "language": language,
 }
 
 
@@ -63,7 +75,7 @@ def measure_all(names: list[str], only: re.Pattern[str], options: argparse.Names
     on_cpu = jax.default_backend() == "cpu"
     for name in names:
         module = BENCHMARKS[name]
-        tiny = options.tiny or (on_cpu and module not in (accuracy, programs))
+        tiny = options.tiny or (on_cpu and module not in (accuracy, language, programs))
         if tiny and not options.tiny:
             console.print(f"{name} takes toys, without a GPU: it shows that it runs, and no speed.")
         rows = module.run(results.Options(tiny, options.steps, only))

@@ -107,7 +107,7 @@ def convert_precision(
 def _named(tree: Any) -> tuple[dict[Path, Any], Any]:
     """The leaves by what they are called, with and without `mixed_precision` around them alike."""
     with_path, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = {path_names(path): leaf for path, leaf in with_path}
+    leaves = {_without_value(path_names(path)): leaf for path, leaf in with_path}
     # By their fields, for a checkpoint library makes dicts of MixedPrecisionStates.
     fields = ("finite", "skipped", "consecutive_skipped")
     roots = set.intersection(*({p[:-1] for p in leaves if p[-1:] == (f,)} for f in fields))
@@ -122,6 +122,11 @@ def _named(tree: Any) -> tuple[dict[Path, Any], Any]:
         return path
 
     return {name_of(path): leaf for path, leaf in leaves.items()}, treedef
+
+
+def _without_value(name: Path) -> Path:
+    """An nnx variable is a node with one leaf, which is what it is all about."""
+    return name[:-1] if name[-1:] == ("value",) else name
 
 
 def _master_of(name: Path) -> Path | None:

@@ -1,0 +1,517 @@
+"""A GPT on the source text of Python's standard library, byte by byte, under each policy.
+
+    python examples/gpt.py
+    python examples/gpt.py --policy mixed_float16 --seed 0 1 2 --steps 1000 --accumulate 4
+    python examples/gpt.py --size 124m --policy mixed_bfloat16 --checkpoint-dir checkpoints
+
+Trains the same nnx model on the same bytes once per policy and seed, tells how many bits it needs
+for a byte of files that it has not seen, and lets it write. The model says nothing about precision:
+`make_model`, `make_optimizer` and `train_step` are all there is to it. `--size 124m` is for a GPU.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import math
+import pathlib
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+import jmp_kit
+import jmp_kit.checkpoint
+import jmp_kit.nnx
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A GPT and how it is trained."""
+
+    layers: int
+    heads: int
+    width: int
+    time: int  # bytes that it looks back
+    batch: int  # pieces of text at a time
+    accumulate: int  # batches a step
+    steps: int
+    warmup: int  # steps
+    learning_rate: float
+    clip: float  # global norm of a gradient
+    dropout: float  # share
+    period: int  # finite batches after which float16's loss scale grows
+    evaluate: int  # steps between looks at the validation text
+
+    @property
+    def bytes(self) -> int:
+        """Of text a step."""
+        return self.batch * self.accumulate * self.time
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be trained."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("warmup", "learning_rate", "clip", "dropout") else 1
+            if not least <= value < math.inf:
+                raise ValueError(f"{field.name} is {value}, but has to be at least {least}")
+        if self.width % self.heads:
+            raise ValueError(
+                f"width is {self.width}, which {self.heads} heads cannot share: give a multiple"
+            )
+
+
+SIZES = {
+    "small": Config(
+        layers=3,
+        heads=4,
+        width=128,
+        time=64,
+        batch=8,
+        accumulate=2,
+        steps=1500,
+        warmup=100,
+        learning_rate=4e-3,
+        clip=1.0,
+        dropout=0.0,
+        period=200,
+        evaluate=150,
+    ),
+    "124m": Config(
+        layers=16,
+        heads=10,
+        width=800,
+        time=1024,
+        batch=32,
+        accumulate=4,
+        steps=5000,
+        warmup=500,
+        learning_rate=6e-4,
+        clip=1.0,
+        dropout=0.0,
+        period=2000,
+        evaluate=250,
+    ),
+}
+
+
+class Block(nnx.Module):
+    """Causal attention and a GELU network, each after a norm."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, half: Any = None) -> None:
+        width = config.width
+        self.heads, self.half = config.heads, half
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
+        self.out = nnx.Linear(width, width, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, time, width] to the same."""
+        *shape, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).reshape(*shape, 3, self.heads, width // self.heads)
+        attended = attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], self.half)
+        x = x + self.dropout(self.out(attended.reshape(x.shape)))
+        return x + self.dropout(self.down(nnx.gelu(self.up(self.mlp_norm(x)))))
+
+
+class GPT(nnx.Module):
+    """A decoder of bytes; `half` is what a kernel of attention takes, None for plain JAX."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, half: Any = None) -> None:
+        initialise = nnx.initializers.normal(0.02)
+        self.embed = nnx.Embed(256, config.width, embedding_init=initialise, rngs=rngs)
+        self.position = nnx.Param(initialise(rngs.params(), (config.time, config.width)))
+        self.blocks = nnx.List([Block(config, rngs, half) for _ in range(config.layers)])
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+        self.head = nnx.Linear(config.width, 256, use_bias=False, rngs=rngs)
+
+    def __call__(self, text: jax.Array) -> jax.Array:
+        """Logits [batch, time, 256] of the next bytes of text uint8[batch, time]."""
+        x = self.embed(text.astype(jnp.int32)) + self.position[: text.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, half: Any = None) -> jax.Array:
+    """Causal attention, each [batch, time, heads, width]; with a half dtype by cuDNN's kernel."""
+    if half is None:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    # The kernel takes nothing wider, and what surrounds it is written in float32.
+    operands = (x.astype(half) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(*operands, is_causal=True, implementation="cudnn")
+    return out.astype(q.dtype)
+
+
+def make_model(config: Config, policy: jmp_kit.Policy, seed: int) -> jmp_kit.nnx.PolicyModule:
+    """A GPT with parameters, products and logits in the dtypes of a policy."""
+    has_kernel = jax.default_backend() == "gpu" and policy.compute_dtype.itemsize == 2
+    half = policy.compute_dtype if has_kernel else None
+    return jmp_kit.nnx.apply_policy(GPT(config, nnx.Rngs(seed), half), policy)
+
+
+def make_optimizer(config: Config, policy: jmp_kit.Policy, model: nnx.Module) -> nnx.Optimizer[Any]:
+    """AdamW, clipped and warmed up; batches that overflow are left out, in float16 rescaled."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0, config.learning_rate, config.warmup, max(config.steps, config.warmup + 1)
+    )
+    inner: Any = optax.chain(
+        optax.clip_by_global_norm(config.clip), optax.adamw(schedule, b2=0.98, weight_decay=0.1)
+    )
+    if config.accumulate > 1:
+        inner = optax.MultiSteps(inner, config.accumulate)
+    loss_scale: jmp_kit.LossScale = jmp_kit.NoOpLossScale()
+    if policy.compute_dtype == jnp.float16:
+        loss_scale = jmp_kit.DynamicLossScale(period=config.period)
+    return nnx.Optimizer(model, jmp_kit.mixed_precision(inner, loss_scale), wrt=nnx.Param)
+
+
+def loss_fn(model: nnx.Module, text: Any) -> jax.Array:
+    """Mean of -log p of every byte but the first, in nats; text is uint8[batch, time + 1]."""
+    logits = model(text[:, :-1])
+    targets = text[:, 1:].astype(jnp.int32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def train_step(model: nnx.Module, optimizer: nnx.Optimizer[Any], text: Any) -> jax.Array:
+    """The loss of a batch, by which model and optimizer are changed."""
+    loss_scale = jmp_kit.loss_scale_of(optimizer.opt_state)
+    loss, grads = jmp_kit.nnx.value_and_grad(loss_fn, loss_scale)(model, text)
+    optimizer.update(model, grads)
+    return loss
+
+
+def load_text() -> tuple[np.ndarray, np.ndarray]:
+    """The standard library as (training, validation), each uint8[n]; every 20th file is kept out.
+
+    Its tests and tables of characters are left out, for some systems come without them.
+    """
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    aside = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
+    paths = [p for p in root.rglob("*.py") if not aside.intersection(p.relative_to(root).parts)]
+    texts = [p.read_bytes() for p in sorted(paths)]
+    validation = b"".join(texts[::20])
+    training = b"".join(text for i, text in enumerate(texts) if i % 20)
+    return np.frombuffer(training, np.uint8), np.frombuffer(validation, np.uint8)
+
+
+def pieces(text: np.ndarray, starts: Any, length: int) -> np.ndarray:
+    """uint8[len(starts), length], from these places of a text on."""
+    return text[np.asarray(starts)[:, None] + np.arange(length)]
+
+
+def batches(text: np.ndarray, config: Config, seed: int, step: int) -> Iterator[np.ndarray]:
+    """The batches of a step, from random places: the same ones for every policy, and resumed."""
+    generator = np.random.default_rng([seed, step])
+    for _ in range(config.accumulate):
+        starts = generator.integers(len(text) - config.time, size=config.batch)
+        yield pieces(text, starts, config.time + 1)
+
+
+def bits_per_byte(model: nnx.Module, text: np.ndarray, config: Config, count: int = 16) -> float:
+    """What the model needs for a byte of a text, from `count` batches all over it."""
+    starts = np.linspace(0, len(text) - config.time - 1, count * config.batch, dtype=int)
+    model.eval()
+    losses = [_loss(model, pieces(text, part, config.time + 1)) for part in np.split(starts, count)]
+    model.train()
+    return statistics.fmean(map(float, losses)) / math.log(2)
+
+
+_loss = nnx.jit(loss_fn)
+
+
+def write(
+    model: nnx.Module, prompt: bytes, key: jax.Array, count: int, window: int, heat: float
+) -> bytes:
+    """What the model writes after a prompt, each byte from the `window` bytes before it."""
+    # A byte has to be there for the first one to follow.
+    known = np.frombuffer(prompt[-window:] or b"\n", np.uint8)
+    text = np.zeros(window, np.uint8)
+    text[: len(known)] = known
+    model.eval()
+    return np.asarray(_write(model, text, len(known), jax.random.split(key, count), heat)).tobytes()
+
+
+@nnx.jit
+def _write(model: nnx.Module, text: Any, length: Any, keys: jax.Array, heat: float) -> jax.Array:
+    def next_byte(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        text, length = carry
+        logits = model(text[None])[0, length - 1]
+        byte = jax.random.categorical(key, logits / heat).astype(jnp.uint8)
+        full = length == len(text)
+        text = jnp.where(full, jnp.roll(text, -1), text).at[length - full].set(byte)
+        return (text, length + ~full), byte
+
+    return jax.lax.scan(next_byte, (text, length), keys)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What training under one policy and seed cost and reached."""
+
+    policy: str
+    seed: int
+    parameters: int
+    looks: list[int]  # the steps after which the validation text was looked at
+    curve: list[float]  # bits per byte there
+    skipped: int  # batches that did not count
+    loss_scale: float  # at the end
+    bytes_per_second: float  # NaN if all steps were trained before
+    minutes: float  # the whole run here: compiling, training, looking at the validation text
+    written: str  # by the model
+
+
+def train(
+    config: Config,
+    policy_name: str,
+    seed: int = 0,
+    on_step: Callable[..., None] = lambda *progress: None,
+    *,
+    checkpoint_dir: pathlib.Path | None = None,
+    checkpoint_every: int = 100,
+    prompt: str = "def ",
+    sample: int = 300,
+    heat: float = 0.7,
+) -> Run:
+    """Train under one policy; `on_step` is told of each its number, loss, bytes/s and metrics."""
+    start = time.perf_counter()
+    training, validation = load_text()
+    policy = jmp_kit.get_policy(policy_name)
+    model = make_model(config, policy, seed)
+    optimizer = make_optimizer(config, policy, model)
+    looks = [*range(config.evaluate, config.steps, config.evaluate), config.steps]
+    curve = np.full(len(looks), np.nan)
+    seconds = []
+
+    def state(step: int) -> dict[str, Any]:
+        parts = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+        return {**parts, "step": step, "curve": curve.copy()}
+
+    with checkpoints_in(checkpoint_dir, checkpoint_every) as manager:
+        done = 0
+        if manager and manager.latest_step() is not None:
+            restored = jmp_kit.checkpoint.restore(checkpoint_dir, state(0), params="model")
+            nnx.update(model, restored["model"])
+            nnx.update(optimizer, restored["optimizer"])
+            done, curve = restored["step"], restored["curve"]
+        for step in range(done + 1, config.steps + 1):
+            began = time.perf_counter()
+            for batch in batches(training, config, seed, step):
+                loss = train_step(model, optimizer, batch)
+            jax.block_until_ready(loss)
+            seconds.append(time.perf_counter() - began)
+            on_step(
+                step, float(loss), config.bytes / seconds[-1], jmp_kit.metrics(optimizer.opt_state)
+            )
+            if step in looks:
+                jmp_kit.raise_if_diverged(optimizer.opt_state)
+                curve[looks.index(step)] = bits_per_byte(model, validation, config)
+            if manager:
+                manager.save(step, args=ocp.args.StandardSave(state(step)))
+    metrics = jmp_kit.metrics(optimizer.opt_state)
+    written = write(model, prompt.encode(), jax.random.key(seed), sample, config.time, heat)
+    return Run(
+        policy=policy_name,
+        seed=seed,
+        parameters=sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param))),
+        looks=looks,
+        curve=curve.tolist(),
+        skipped=int(metrics["skipped"]),
+        loss_scale=float(metrics["loss_scale"]),
+        bytes_per_second=config.bytes / statistics.median(seconds) if seconds else math.nan,
+        minutes=(time.perf_counter() - start) / 60,
+        written=prompt + written.decode("utf-8", "replace"),
+    )
+
+
+def checkpoints_in(directory: pathlib.Path | None, every: int) -> Any:
+    """Orbax's manager, which saves every few steps in the background; of None without a folder."""
+    if directory is None:
+        return contextlib.nullcontext()
+    options = ocp.CheckpointManagerOptions(max_to_keep=3, save_interval_steps=every)
+    return ocp.CheckpointManager(directory.absolute(), options=options)
+
+
+def table_of(runs: list[Run]) -> Table:
+    """The comparison, a row per policy, means over the seeds."""
+    table = Table(title=f"GPT of {runs[0].parameters:,} parameters on {device()}", box=SIMPLE_HEAD)
+    table.add_column("policy", no_wrap=True)
+    for heading in (
+        "bits per byte,\nvalidation",
+        "of each\nseed",
+        "skipped\nbatches",
+        "loss\nscale",
+        "bytes\na second",
+        "minutes\na run",
+    ):
+        table.add_column(heading, justify="right")
+    for policy, group in grouped(runs).items():
+        last = [run.curve[-1] for run in group]
+        table.add_row(
+            policy,
+            f"{statistics.fmean(last):.3f}",
+            " ".join(f"{x:.3f}" for x in last),
+            " ".join(str(run.skipped) for run in group),
+            " ".join(dict.fromkeys(f"2^{math.log2(run.loss_scale):g}" for run in group)),
+            f"{statistics.fmean(run.bytes_per_second for run in group):,.0f}",
+            f"{statistics.fmean(run.minutes for run in group):.1f}",
+        )
+    return table
+
+
+def device() -> str:
+    """What this runs on."""
+    return f"{jax.devices()[0].device_kind} ({jax.default_backend()})"
+
+
+def grouped(runs: list[Run]) -> dict[str, list[Run]]:
+    """The runs of each policy."""
+    return {
+        policy: [run for run in runs if run.policy == policy]
+        for policy in dict.fromkeys(run.policy for run in runs)
+    }
+
+
+def plot(runs: list[Run], path: pathlib.Path) -> None:
+    """Bits per byte over the steps: the mean over the seeds, and the range they cover."""
+    plt.style.use("tableau-colorblind10")
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for (policy, group), style in zip(grouped(runs).items(), itertools.cycle(("-", "--", ":"))):
+        curves = np.array([run.curve for run in group])
+        (line,) = axes.plot(group[0].looks, curves.mean(0), style, marker="o", label=policy)
+        axes.fill_between(
+            group[0].looks, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.2
+        )
+    axes.set(xlabel="step", ylabel="validation, bits per byte", title="GPT under each policy")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train under every policy and seed asked for, then print the table and save the figure."""
+    options, config = parse(arguments)
+    console = Console()
+    columns = (
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(None),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[shown]}", table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(),
+    )
+    runs = []
+    with Progress(*columns, console=console, expand=True) as progress:
+        for policy, seed in itertools.product(options.policy, options.seed):
+            task = progress.add_task(f"{policy}, {seed}", total=config.steps, shown="")
+
+            def on_step(
+                step: int, loss: float, rate: float, metrics: Any, task: Any = task
+            ) -> None:
+                scale = f"2^{math.log2(metrics['loss_scale']):g}"
+                counts = f"scale {scale:4} skips {int(metrics['skipped'])}"
+                shown = f"loss {loss:.2f} {rate / 1e3:,.1f} kB/s {counts}"
+                progress.update(task, completed=step, shown=shown)
+
+            folder = None
+            if options.checkpoint_dir is not None:
+                folder = pathlib.Path(options.checkpoint_dir) / f"{policy}-seed{seed}"
+            run = train(
+                config,
+                policy,
+                seed,
+                on_step,
+                checkpoint_dir=folder,
+                checkpoint_every=options.checkpoint_every,
+                prompt=options.prompt,
+                sample=options.sample,
+                heat=options.heat,
+            )
+            runs.append(run)
+            progress.update(task, completed=config.steps)
+    console.print(table_of(runs))
+    for run in runs:
+        console.rule(f"written by {run.policy}, seed {run.seed}")
+        console.print(run.written, markup=False, highlight=False)
+    console.rule()
+    path = pathlib.Path(options.out) / "gpt.png"
+    plot(runs, path)
+    console.print(f"Bits per byte over the steps: {path}")
+
+
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--policy", nargs="+", type=_policy, default=POLICIES, help="policies, as get_policy reads"
+    )
+    parser.add_argument("--seed", nargs="+", type=int, default=[0], help="of weights and batches")
+    parser.add_argument("--checkpoint-dir", help="folder from which a stopped run goes on")
+    parser.add_argument("--checkpoint-every", type=_positive, default=100, help="steps")
+    parser.add_argument("--prompt", default="def ", help="what the model goes on writing")
+    parser.add_argument("--sample", type=_positive, default=300, help="bytes that it writes")
+    parser.add_argument("--heat", type=_positive, default=0.7, help="temperature of what it writes")
+    parser.add_argument("--out", default="out", help="folder for the figure")
+    parser.add_argument("--size", choices=SIZES, default="small", help="what the rest start from")
+    for field in dataclasses.fields(Config):
+        values = ", ".join(f"{getattr(size, field.name):g} {name}" for name, size in SIZES.items())
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=type(getattr(SIZES["small"], field.name)),
+            default=argparse.SUPPRESS,
+            help=values,
+        )
+    options = parser.parse_args(arguments)
+    names = [field.name for field in dataclasses.fields(Config) if field.name in options]
+    given = {name: getattr(options, name) for name in names}
+    try:
+        return options, dataclasses.replace(SIZES[options.size], **given)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _policy(name: str) -> str:
+    try:
+        jmp_kit.get_policy(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text) if "." in text else int(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return number
+
+
+if __name__ == "__main__":
+    main()
