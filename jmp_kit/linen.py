@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import at_least_float32
-from jmp_kit.autocast import ProductPaths, autocast, eval_shape, product_paths
+from jmp_kit.autocast import Paths, autocast, eval_shape, product_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,28 +61,6 @@ class PolicyModule:
             return self.policy.cast_to_output(result)
         outputs, mutated = result
         return self.policy.cast_to_output(outputs), self._with_params_cast(mutated)
-
-    def paths(self, rngs: Any, *args: Any, **kwargs: Any) -> ProductPaths:
-        """What `rules` are compared with: the paths of each product. Print it for a table.
-
-        Args:
-          rngs, args, kwargs: as for `init`; arrays may be abstract. Nothing is computed.
-
-        Example:
-          >>> import flax.linen as nn, jax, jax.numpy as jnp
-          >>> from jmp_kit import linen
-          >>> model = linen.apply_policy(nn.Sequential([nn.Dense(8), nn.Dense(4)]), "half")
-          >>> print(model.paths(jax.random.key(0), jnp.ones((2, 3))))
-          product  paths
-                1  Sequential/layers_0  args/0  variables/params/layers_0/kernel
-                2  Sequential/layers_1  variables/params/layers_1/kernel
-        """
-
-        def run(variables: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.module.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
-
-        variables = eval_shape(self.module.init, rngs, *args, **kwargs)
-        return product_paths(run, variables, *args, **kwargs)
 
     def _with_params_cast(self, variables: Any) -> Any:
         if "params" not in variables:
@@ -134,3 +112,32 @@ def apply_policy(
         )
     autocast(module.apply, policy, rules=rules)  # which reads both, and says what is wrong
     return PolicyModule(module, as_policy(policy), tuple((rules or {}).items()))
+
+
+def paths(module: nn.Module | PolicyModule, rngs: Any, *args: Any, **kwargs: Any) -> Paths:
+    """What `rules` are compared with: the paths of each product. Print it for a table.
+
+    Args:
+      module: a linen module, under a policy or not.
+      rngs, args, kwargs: as for its `init`; arrays may be abstract. Nothing is computed.
+
+    Returns:
+      A tuple of strings for each product: name scopes, which are module paths, and the paths of
+      the arguments and parameters that feed it.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> from jmp_kit import linen
+      >>> network = nn.Sequential([nn.Dense(8), nn.Dense(4)])
+      >>> print(linen.paths(network, jax.random.key(0), jnp.ones((2, 3))))
+      product  paths
+            1  Sequential/layers_0  args/0  variables/params/layers_0/kernel
+            2  Sequential/layers_1  variables/params/layers_1/kernel
+    """
+    plain = module.module if isinstance(module, PolicyModule) else module
+
+    def run(variables: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
+
+    variables = eval_shape(plain.init, rngs, *args, **kwargs)
+    return product_paths(run, variables, *args, **kwargs)

@@ -28,7 +28,7 @@ from jmp_kit._grad import value_and_grad_by
 from jmp_kit._loss_scale import LossScale
 from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import all_finite, at_least_float32, cast_like, is_array, select_tree
-from jmp_kit.autocast import ProductPaths, product_paths
+from jmp_kit.autocast import Paths, product_paths
 from jmp_kit.autocast import autocast as autocast_arrays
 
 Rules = Mapping[str, Policy | str | DTypeLike]
@@ -121,28 +121,6 @@ class PolicyModule(nnx.Module):
         value = getattr(self.model, name)
         return self._under_policy(name) if inspect.ismethod(value) else value
 
-    def paths(self, *args: Any, **kwargs: Any) -> ProductPaths:
-        """What `rules` are compared with: the paths of each product. Print it for a table.
-
-        Args:
-          args, kwargs: as the model is called; arrays may be abstract. Nothing is computed.
-
-        Example:
-          >>> import jax.numpy as jnp
-          >>> from flax import nnx
-          >>> import jmp_kit.nnx
-          >>> model = jmp_kit.nnx.apply_policy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "half")
-          >>> print(model.paths(jnp.ones((2, 3))))
-          product  paths
-                1  args/0  model/kernel/value
-        """
-        graphdef, state = nnx.split(self.model)
-
-        def run(model: Any, *args: Any, **kwargs: Any) -> Any:
-            return nnx.merge(graphdef, model)(*args, **kwargs)
-
-        return product_paths(run, state, *args, **kwargs)
-
     def _under_policy(self, method: str) -> Callable[..., Any]:
         settings = self._settings
 
@@ -208,6 +186,43 @@ def apply_policy(
     policy = as_policy(policy)
     nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))
     return PolicyModule(model, policy, rules or {})
+
+
+def paths(model: nnx.Module, *args: Any, **kwargs: Any) -> Paths:
+    """What `rules` are compared with. Print it for a table.
+
+    Args:
+      model: an nnx model, under a policy or not.
+      args, kwargs: as the model is called; arrays may be abstract. Nothing is computed.
+
+    Returns:
+      A tuple of strings for each product: the paths of the arguments and parameters that feed it,
+      and name scopes. Without `args` and `kwargs` the path of each parameter, whether it feeds a
+      product or not.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jmp_kit.nnx
+      >>> model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+      >>> print(jmp_kit.nnx.paths(model, jnp.ones((2, 3))))
+      product  paths
+            1  args/0  model/kernel/value
+      >>> print(jmp_kit.nnx.paths(model))
+      parameter  paths
+              1  bias
+              2  kernel
+    """
+    plain = model.model if isinstance(model, PolicyModule) else model
+    if not args and not kwargs:
+        params = nnx.to_flat_state(nnx.state(plain, nnx.Param))
+        return Paths("parameter", [["/".join(map(str, path))] for path, _ in params])
+    graphdef, state = nnx.split(plain)
+
+    def run(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return nnx.merge(graphdef, model)(*args, **kwargs)
+
+    return product_paths(run, state, *args, **kwargs)
 
 
 def value_and_grad(

@@ -1,5 +1,7 @@
 """linen modules as they are, under a policy."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jmp_kit
-from jmp_kit.linen import apply_policy
+from jmp_kit.linen import apply_policy, paths
 from tests.autocast.test_rules import dtypes_of
 from tests.autocast.test_zoo import distance, products_of
 
@@ -86,48 +88,46 @@ MODULES = {
 modules = pytest.mark.parametrize("name", MODULES)
 
 
-@modules
-@pytest.mark.parametrize("policy", ["mixed_float16", "p=bf16,c=bf16,o=bf16"])
-def test_modules_of_flax(name, policy):
-    module, x = MODULES[name]
-    model, policy = apply_policy(module, policy), jmp_kit.get_policy(policy)
-    rngs = {"params": KEY, "dropout": jax.random.key(3)}
-    plain = module.init(rngs, x)
-    variables = model.init(rngs, x)
-    assert jax.tree.structure(variables) == jax.tree.structure(plain)
-    dtypes = {p.dtype for p in jax.tree.leaves(variables["params"])}
-    assert dtypes == {jnp.dtype(policy.param_dtype)}
+def loss_of(applied, name, variables):
+    """The loss of a module's parameters, and all that it gives."""
     statistics = {k: v for k, v in variables.items() if k != "params"}
     mutable = list(statistics) or False
 
-    def loss_of(applied, variables):
-        def loss_fn(params):
-            result = applied.apply(
-                {**statistics, "params": params}, x, rngs={"dropout": KEY}, mutable=mutable
-            )
-            y, changed = result if mutable else (result, {})
-            return jnp.mean(jnp.square(y.astype(jnp.float32))), (y, changed)
+    def loss_fn(params):
+        variables = {**statistics, "params": params}
+        result = applied.apply(variables, MODULES[name][1], rngs={"dropout": KEY}, mutable=mutable)
+        y, changed = result if mutable else (result, {})
+        return jnp.mean(jnp.square(y.astype(jnp.float32))), (y, changed)
 
-        return loss_fn, variables["params"]
+    return loss_fn
 
-    def gradient(applied, variables):
-        loss_fn, params = loss_of(applied, variables)
-        return jax.grad(lambda p: loss_fn(p)[0]), params
 
-    half = {jnp.dtype(policy.compute_dtype)}
-    products = products_of(*gradient(model, variables))
+def trained(applied, name):
+    """Variables, the products of a gradient, and what it gives."""
+    variables = applied.init({"params": KEY, "dropout": jax.random.key(3)}, MODULES[name][1])
+    loss_fn, params = loss_of(applied, name, variables), variables["params"]
+    products = products_of(jax.grad(lambda p: loss_fn(p)[0]), params)
+    scaled = jmp_kit.value_and_grad(loss_fn, jmp_kit.StaticLossScale(2.0**8), has_aux=True)
+    return variables, products, *jax.jit(scaled)(params)
+
+
+@functools.cache
+def in_float32(name):
+    return trained(MODULES[name][0], name)
+
+
+@modules
+@pytest.mark.parametrize("policy", ["mixed_float16", "p=bf16,c=bf16,o=bf16"])
+def test_modules_of_flax(name, policy):
+    policy = jmp_kit.get_policy(policy)
+    plain, full_products, (full_loss, (full_y, full_changed)), full_grads = in_float32(name)
+    model = apply_policy(MODULES[name][0], policy)
+    variables, products, (loss, (y, changed)), grads = trained(model, name)
+    assert jax.tree.structure(variables) == jax.tree.structure(plain)
+    assert {p.dtype for p in jax.tree.leaves(variables["params"])} == {policy.param_dtype}
     assert products
-    assert all(found == half for found in products)
-    assert len(products) == len(products_of(*gradient(module, plain)))
-
-    def run(applied, variables):
-        loss_fn, params = loss_of(applied, variables)
-        return jmp_kit.value_and_grad(loss_fn, jmp_kit.StaticLossScale(2.0**8), has_aux=True)(
-            params
-        )
-
-    (loss, (y, changed)), grads = jax.jit(lambda v: run(model, v))(variables)
-    (full_loss, (full_y, full_changed)), full_grads = jax.jit(lambda v: run(module, v))(plain)
+    assert all(found == {policy.compute_dtype} for found in products)
+    assert len(products) == len(full_products)
     assert y.dtype == policy.output_dtype
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
     assert {s.dtype for s in jax.tree.leaves(changed)} <= {jnp.dtype("float32")}
@@ -168,11 +168,27 @@ def test_rules_move_the_products_they_name_and_no_other():
     assert found({"layer_[01]": "float16"}) == ["bfloat16", "float16", "float16", "bfloat16"]
     assert found({"layer_1": "float32", "layer": "float16"})[1:3] == ["float16", "float32"]
     assert found({"embed/kernel": "bfloat16"}, "float32") == ["bfloat16"] + ["float32"] * 3
-    paths = apply_policy(Network(), "half").paths(KEY, jax.eval_shape(lambda: WORDS))
-    assert len(paths) == 4
-    assert "layer_1" in " ".join(paths[2])
+    for module in (Network(), apply_policy(Network(), "half")):
+        found_paths = paths(module, KEY, jax.eval_shape(lambda: WORDS))
+        assert len(found_paths) == 4
+        assert "layer_1" in " ".join(found_paths[2])
     with pytest.raises(ValueError, match=r"'tail' matches no product(.|\n)*params/head/kernel"):
         found({"tail": "float32"})
+
+
+def test_paths_of_a_module_that_takes_flags_and_random_keys():
+    class Network(nn.Module):
+        @nn.compact
+        def __call__(self, x, *, train):
+            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x))
+            return nn.Dense(4)(nn.Dropout(0.5)(x, deterministic=not train))
+
+    rngs = {"params": KEY, "dropout": KEY}
+    found = paths(Network(), rngs, WORDS, train=True)
+    assert len(found) == 2
+    head, *rows = str(found).splitlines()
+    assert head == "product  paths"
+    assert rows[1].endswith("variables/params/Dense_1/kernel")
 
 
 def test_methods_intermediates_and_several_outputs():

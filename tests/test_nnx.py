@@ -1,15 +1,19 @@
 """nnx models as they are, under a policy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 import jmp_kit
+import jmp_kit.checkpoint
 import jmp_kit.nnx
-from jmp_kit.nnx import apply_policy
+from jmp_kit.nnx import apply_policy, paths
 from tests.autocast.test_rules import dtypes_of
 from tests.autocast.test_zoo import distance, products_of
 
@@ -90,35 +94,38 @@ def mean_square(model, x):
     return jnp.mean(jnp.square(y.astype(jnp.float32))), y
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("policy", ["mixed_float16", "p=bf16,c=bf16,o=bf16"])
-def test_models_of_flax(name, policy):
-    make, x = MODELS[name]
-    plain, model = make(nnx.Rngs(0)), apply_policy(make(nnx.Rngs(0)), policy)
-    policy = jmp_kit.get_policy(policy)
-    params = nnx.state(model, nnx.Param)
-    assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype(policy.param_dtype)}
-
-    def products(model):
-        def gradient(state):
-            model = nnx.merge(graphdef, state)
-            return nnx.grad(lambda model: mean_square(model, x)[0])(model)
-
-        graphdef, state = nnx.split(model)
-        return products_of(gradient, state)
-
-    found = products(model)
-    assert found
-    assert all(dtypes == {jnp.dtype(policy.compute_dtype)} for dtypes in found)
-    assert len(found) == len(products(plain))
+def trained(model, x):
+    """The products of a gradient, and what it gives; the model's statistics change."""
+    graphdef, state = nnx.split(model)
+    products = products_of(
+        lambda state: nnx.grad(lambda m: mean_square(m, x)[0])(nnx.merge(graphdef, state)), state
+    )
 
     @nnx.jit
     def run(model):
         scale = jmp_kit.StaticLossScale(2.0**8)
         return jmp_kit.nnx.value_and_grad(mean_square, scale, has_aux=True)(model, x)
 
-    (loss, y), grads = run(model)
-    (full_loss, full_y), full_grads = run(plain)
+    return model, products, *run(model)
+
+
+@functools.cache
+def in_float32(name):
+    make, x = MODELS[name]
+    return trained(make(nnx.Rngs(0)), x)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", ["mixed_float16", "p=bf16,c=bf16,o=bf16"])
+def test_models_of_flax(name, policy):
+    (make, x), policy = MODELS[name], jmp_kit.get_policy(policy)
+    plain, full_products, (full_loss, full_y), full_grads = in_float32(name)
+    model = apply_policy(make(nnx.Rngs(0)), policy)
+    model, products, (loss, y), grads = trained(model, x)
+    assert {p.dtype for p in jax.tree.leaves(nnx.state(model, nnx.Param))} == {policy.param_dtype}
+    assert products
+    assert all(found == {policy.compute_dtype} for found in products)
+    assert len(products) == len(full_products)
     assert y.dtype == policy.output_dtype
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
     limit = 0.01 if policy.compute_dtype == jnp.float16 else 0.1
@@ -204,9 +211,13 @@ def test_rules_move_the_products_they_name_and_no_other():
     assert found({"head": "float32"}) == ["bfloat16"] * 3 + ["float32"]
     assert found({"layers/1/kernel": "float16"})[1:3] == ["bfloat16", "float16"]
     assert found({"layers/1": "float32", "layers": "float16"})[1:3] == ["float16", "float32"]
-    paths = apply_policy(Network(nnx.Rngs(0)), "half").paths(jax.eval_shape(lambda: WORDS))
-    assert len(paths) == 4
-    assert "layers/1/kernel" in " ".join(paths[2])
+    for model in (Network(nnx.Rngs(0)), apply_policy(Network(nnx.Rngs(0)), "half")):
+        found_paths = paths(model, jax.eval_shape(lambda: WORDS))
+        assert len(found_paths) == 4
+        assert "layers/1/kernel" in " ".join(found_paths[2])
+        parameters = str(paths(model)).splitlines()
+        assert len(parameters) == 1 + 2 * 5
+        assert any(row.endswith("  layers/1/kernel") for row in parameters)
     with pytest.raises(ValueError, match=r"'tail' matches no product(.|\n)*head/kernel"):
         found({"tail": "float32"})
 
@@ -276,3 +287,45 @@ def test_variables_that_a_call_adds_are_refused():
 def test_bad_input_teaches(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_a_run_saved_by_its_nnx_state_goes_on_at_another_precision(tmp_path):
+    def start(dtype, master):
+        model = apply_policy(Network(nnx.Rngs(0)), jmp_kit.Policy(dtype, "float16", "float32"))
+        inner = optax.MultiSteps(optax.adamw(1e-2), 2)
+        transform = jmp_kit.mixed_precision(inner, jmp_kit.DynamicLossScale(), master=master)
+        return model, nnx.Optimizer(model, transform, wrt=nnx.Param)
+
+    def state_of(model, optimizer):
+        return {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+
+    @nnx.jit
+    def train_step(model, optimizer):
+        scale = jmp_kit.loss_scale_of(optimizer.opt_state)
+        (loss, _), grads = jmp_kit.nnx.value_and_grad(mean_square, scale, has_aux=True)(
+            model, WORDS
+        )
+        optimizer.update(model, grads)
+        return loss
+
+    model, optimizer = start("float32", "float32")
+    for _ in range(3):
+        train_step(model, optimizer)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=ocp.args.StandardSave(state_of(model, optimizer)))
+    half, half_optimizer = start("bfloat16", "remainder")
+    like = state_of(half, half_optimizer)
+    restored = jmp_kit.checkpoint.restore(tmp_path, like, params="model")
+    assert jax.tree.structure(restored) == jax.tree.structure(like)
+    nnx.update(half, restored["model"])
+    nnx.update(half_optimizer, restored["optimizer"])
+    assert bits(jmp_kit.nnx.master_params(half_optimizer, half)) == bits(
+        nnx.state(model, nnx.Param)
+    )
+    others = nnx.Not(nnx.Param)
+    assert bits(nnx.state(half, others)) == bits(nnx.state(model, others))
+    metrics = jmp_kit.metrics(half_optimizer.opt_state)
+    assert {type(m) for m in metrics.values()} == {type(jnp.ones(()))}
+    assert float(train_step(half, half_optimizer)) == pytest.approx(
+        float(train_step(model, optimizer)), rel=0.02
+    )

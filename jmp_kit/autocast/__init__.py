@@ -21,6 +21,6 @@ another dtype by marking equations; `_marks` reads and writes the marks.
 from jmp_kit.autocast._autocast import PRODUCTS as PRODUCTS
 from jmp_kit.autocast._autocast import autocast as autocast
 from jmp_kit.autocast._full_precision import full_precision as full_precision
-from jmp_kit.autocast._paths import ProductPaths as ProductPaths
+from jmp_kit.autocast._paths import Paths as Paths
 from jmp_kit.autocast._paths import eval_shape as eval_shape
 from jmp_kit.autocast._paths import product_paths as product_paths

@@ -1,6 +1,6 @@
 """What rules are compared with, for a user to look at."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,12 +13,21 @@ from jmp_kit.autocast._jaxpr import opened
 from jmp_kit.autocast._rules import Rules
 
 
-class ProductPaths(tuple[tuple[str, ...], ...]):
-    """The paths of each product of a function, in order; printed, a table."""
+class Paths(tuple[tuple[str, ...], ...]):
+    """The paths of each product, or parameter, in order; printed, a table."""
+
+    what: str
+
+    def __new__(cls, what: str, paths: Iterable[Iterable[str]]) -> "Paths":
+        """Of what, and the paths of each."""
+        self = super().__new__(cls, map(tuple, paths))
+        self.what = what
+        return self
 
     def __str__(self) -> str:
-        rows = [f"{i:>7}  {'  '.join(paths)}" for i, paths in enumerate(self, start=1)]
-        return "\n".join(["product  paths", *rows])
+        width = len(self.what)
+        rows = [f"{i:>{width}}  {'  '.join(paths)}" for i, paths in enumerate(self, start=1)]
+        return "\n".join([f"{self.what}  paths", *rows])
 
 
 def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +44,7 @@ def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return jax.eval_shape(on_arrays, arrays)
 
 
-def product_paths(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> ProductPaths:
+def product_paths(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Paths:
     """The paths of the products of a function, whose arguments may be abstract arrays."""
     found = []
 
@@ -47,4 +56,4 @@ def product_paths(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Product
         found.extend(rules.seen(jaxpr, paths_of_arrays(fun, args, kwargs)).products)
 
     eval_shape(trace, *args, **kwargs)
-    return ProductPaths(tuple(sorted(filter(None, paths))) for paths in found)
+    return Paths("product", (sorted(filter(None, paths)) for paths in found))

@@ -56,9 +56,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     state = _find(opt_state)
     return {
         "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
-        "finite": state.finite,
-        "skipped": state.skipped,
-        "consecutive_skipped": state.consecutive_skipped,
+        "finite": jnp.asarray(state.finite),
+        "skipped": jnp.asarray(state.skipped),
+        "consecutive_skipped": jnp.asarray(state.consecutive_skipped),
     }
 
 
