@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import optax
 from jax.experimental import topologies
 
+import jmp_kit
 from benchmarks import gpt, optimizer
 from benchmarks.compiled import bytes_moved, product_dtypes, program_bytes
-from benchmarks.measuring import Contender, Step
+from benchmarks.measuring import Contender
 from benchmarks.models import ResNet
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import Task, contenders
@@ -68,17 +69,14 @@ device_description_str: "NVIDIA H200"
 
 
 def run(options: Options) -> list[Row]:
-    """Every train step of both models, and every optimizer, in a process that sees no GPU."""
-    steps = [
-        *((model, c.name) for model, task, _ in _models(options.tiny) for c in contenders(task)),
-        *((ADAMW, name) for name in optimizer.optimizers()),
-    ]
-    names = [f"{group}: {name}" for group, name in steps if options.takes(name)]
+    """Every train step of both models, serving, and every optimizer, where no GPU is seen."""
+    found = [(group, c.name) for group, c, _ in _programs(options.tiny)]
+    names = [f"{group}: {name}" for group, name in found if options.takes(name)]
     if not has_plugin():
         reason = "JAX's CUDA plugin is not installed: pip install jmp-kit[cuda12]"
         return [
-            {"group": model, "contender": name, "failed": reason}
-            for model, _, name in (name.partition(": ") for name in names)
+            {"group": group, "contender": name, "failed": reason}
+            for group, _, name in (name.partition(": ") for name in names)
         ]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
@@ -97,26 +95,50 @@ def has_plugin() -> bool:
     )
 
 
-def _models(tiny: bool) -> list[tuple[str, Task, tuple[Any, ...]]]:
-    """Shapes alone are needed. The GPT has plain attention: cuDNN's asks for a device."""
+def _programs(tiny: bool) -> Iterator[tuple[str, Contender, Sequence[Any]]]:
+    """Groups, contenders, and the shapes that they are compiled for.
+
+    The GPT has plain attention: cuDNN's asks for a device.
+    """
     size = gpt.TINY["gpt 124M"] if tiny else dataclasses.replace(gpt.SIZES["gpt 124M"], batch=16)
-    stages, width, batch, pixels = ((1, 1), 8, 4, 32) if tiny else ((3, 4, 6, 3), 64, 128, 224)
+    task = gpt.task(size, fused=False)
     tokens = jax.ShapeDtypeStruct((size.batch, size.time), jnp.int32)
+    yield from (("gpt 124M", contender, (tokens, tokens)) for contender in contenders(task))
+    one = jax.ShapeDtypeStruct((1, size.time), jnp.int32)
+    yield from (("gpt 124M, serving one text", contender, (one,)) for contender in _serving(task))
+
+    stages, width, batch, pixels = ((1, 1), 8, 4, 32) if tiny else ((3, 4, 6, 3), 64, 128, 224)
     images = jax.ShapeDtypeStruct((batch, pixels, pixels, 3), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
     resnet = Task(
         lambda dtype, half: ResNet(stages, width, 1000, dtype),
         jnp.zeros((1, pixels, pixels, 3)),
         optax.sgd(0.1, momentum=0.9),
     )
-    return [
-        ("gpt 124M", gpt.task(size, fused=False), (tokens, tokens)),
-        ("resnet", resnet, (images, jax.ShapeDtypeStruct((batch,), jnp.int32))),
-    ]
+    yield from (("resnet", contender, (images, labels)) for contender in contenders(resnet))
+    for name in optimizer.optimizers():
+        contender, grads = optimizer.contender(name, optimizer.count(tiny))
+        yield ADAMW, contender, grads
 
 
-def _compiled(
-    contender: Contender, step: Step, state: Any, batch: Sequence[Any], device: Any
-) -> Row:
+def _serving(task: Task) -> Iterator[Contender]:
+    """The likeliest next words, with float32 weights and with weights cast once."""
+
+    def served(name: str, policy: str, weights: str) -> Contender:
+        def words(params: Any, tokens: Any) -> jax.Array:
+            return jnp.argmax(task.module(None, None).apply({"params": params}, tokens), axis=-1)
+
+        run = jmp_kit.autocast(words, policy)
+        cast = jmp_kit.get_policy(weights).cast_to_param
+        return Contender(name, lambda p, t: (p, run(p, t)), lambda: cast(task.variables[0]))
+
+    yield served("float32", "float32", "float32")
+    yield served("jmp_kit, bfloat16, float32 weights", "mixed_bfloat16", "float32")
+    yield served("jmp_kit, bfloat16, cast once", "mixed_bfloat16", "bfloat16")
+
+
+def _compiled(contender: Contender, batch: Sequence[Any], device: Any, make: bool) -> Row:
+    step, state = contender.flat() if make else (contender.step, jax.eval_shape(contender.state))
     sharding = jax.sharding.SingleDeviceSharding(device)
 
     def there(tree: Any) -> Any:
@@ -141,19 +163,12 @@ def main() -> None:
     what = json.loads(sys.argv[1])
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     rows = []
-    for model, task, batch in _models(what["tiny"]):
-        for contender in contenders(task):
-            if f"{model}: {contender.name}" in what["names"]:
-                print(model, contender.name, file=sys.stderr)
-                compiled = _compiled(contender, *contender.flat(), batch, topology.devices[0])
-                rows.append({"group": model, **compiled})
-    for name in optimizer.optimizers():
-        if f"{ADAMW}: {name}" in what["names"]:
-            print(ADAMW, name, file=sys.stderr)
-            contender, grads = optimizer.contender(name, optimizer.count(what["tiny"]))
-            state = jax.eval_shape(contender.state)
-            compiled = _compiled(contender, contender.step, state, grads, topology.devices[0])
-            rows.append({"group": ADAMW, **compiled})
+    for group, contender, batch in _programs(what["tiny"]):
+        if f"{group}: {contender.name}" in what["names"]:
+            print(group, contender.name, file=sys.stderr)
+            # jmp's loss scale has to be made; what the optimizers keep has no room here.
+            compiled = _compiled(contender, batch, topology.devices[0], make=group != ADAMW)
+            rows.append({"group": group, **compiled})
     print(json.dumps(rows))
 
 

@@ -329,7 +329,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--policy", nargs="+", type=_policy, default=POLICIES, help="policies, as get_policy reads"
     )
-    parser.add_argument("--steps", type=_positive, default=400, help="steps per policy")
+    parser.add_argument("--steps", type=positive, default=400, help="steps per policy")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and the split")
     parser.add_argument(
         "--master",
@@ -341,7 +341,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--checkpoint-dir", help="folder for checkpoints, from which a stopped run goes on"
     )
     parser.add_argument(
-        "--checkpoint-every", type=_positive, default=50, help="steps between checkpoints"
+        "--checkpoint-every", type=positive, default=50, help="steps between checkpoints"
     )
     parser.add_argument("--out", default="out", help="folder for the figure")
     return parser.parse_args(arguments)
@@ -363,7 +363,8 @@ def _master(name: str) -> str:
     return name
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of steps on the command line."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number of steps")
     return int(text)

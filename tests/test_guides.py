@@ -57,5 +57,3 @@ def test_there_is_a_guide_for_each_and_the_readme_leads_to_it():
     assert {name.rpartition("-")[0] for name in DIFFS} == {guide.stem for guide in GUIDES}
     for guide in GUIDES:
         assert f"docs/coming_from/{guide.name}" in readme
-
-

@@ -26,6 +26,7 @@ ONLY = {
     "ceiling": "",
     "programs": "(jmp_kit|by hand|jmp|optax), bfloat16$|remainders$",
     "accuracy": "float32, highest|float16, mixed|bfloat16 only",
+    "language": "mixed_float16",
 }
 
 
@@ -188,6 +189,12 @@ def test_results_of_two_machines_do_not_mix(tmp_path):
 
 
 # The README's figures.
+
+
+def test_serving_takes_half_the_memory_as_the_readme_says():
+    rows = report.newest(report.ROOT / "benchmarks" / "results")["programs"]["rows"]
+    serving = {r["contender"]: r["program_mib"] for r in rows if "serving" in r.get("group", "")}
+    assert serving["jmp_kit, bfloat16, cast once"] <= 0.51 * serving["float32"]
 
 
 def rows_of(speed):
