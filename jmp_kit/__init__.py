@@ -28,3 +28,4 @@ from jmp_kit.optim import loss_scale_of as loss_scale_of
 from jmp_kit.optim import convert_precision as convert_precision
 from jmp_kit.optim import metrics as metrics
 from jmp_kit.optim import raise_if_diverged as raise_if_diverged
+from jmp_kit import numerics as numerics

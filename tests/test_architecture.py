@@ -25,6 +25,7 @@ FLOORS = {
     "checkpoint": 5,
     "linen": 5,
     "nnx": 5,
+    "numerics": 5,
     "__init__": 7,
 }
 

@@ -1,0 +1,12 @@
+"""Seeing the numerics: where values lie, and what a dtype does to them.
+
+histogram = exponent_histogram(grads)        # how small they are
+underflow(grads, jnp.float16)                # what float16 would lose of them
+recommend_loss_scale(grads, jnp.float16)     # by what to scale the loss
+optax.chain(watch(every=100), inner)         # the same over a run; watched(opt_state) reads it
+"""
+
+from jmp_kit.numerics._exponents import ExponentHistogram as ExponentHistogram
+from jmp_kit.numerics._exponents import exponent_histogram as exponent_histogram
+from jmp_kit.numerics._exponents import recommend_loss_scale as recommend_loss_scale
+from jmp_kit.numerics._exponents import underflow as underflow
