@@ -10,3 +10,7 @@ from jmp_kit.numerics._exponents import ExponentHistogram as ExponentHistogram
 from jmp_kit.numerics._exponents import exponent_histogram as exponent_histogram
 from jmp_kit.numerics._exponents import recommend_loss_scale as recommend_loss_scale
 from jmp_kit.numerics._exponents import underflow as underflow
+from jmp_kit.numerics._watch import WatchState as WatchState
+from jmp_kit.numerics._watch import total_histogram as total_histogram
+from jmp_kit.numerics._watch import watch as watch
+from jmp_kit.numerics._watch import watched as watched

@@ -1,0 +1,82 @@
+"""Histograms over a run: what they hold, and that nothing else changes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_kit
+from jmp_kit.numerics import exponent_histogram, total_histogram, watch, watched
+
+PARAMS = {"w": jnp.ones((3, 4)), "b": jnp.ones(4, jnp.bfloat16), "n": None}
+
+
+def gradients(step):
+    random = np.random.default_rng(step)
+    return {
+        "w": jnp.asarray(random.normal(size=(3, 4)) * 2.0**-step, jnp.float32),
+        "b": jnp.asarray(random.normal(size=4), jnp.bfloat16),
+        "n": None,
+    }
+
+
+@pytest.mark.parametrize("every", [1, 3, 100])
+def test_it_sums_the_histograms_of_every_nth_step(every):
+    optimizer, traces = watch(every), []
+
+    @jax.jit
+    def update(grads, state):
+        traces.append(None)
+        return optimizer.update(grads, state)
+
+    state = optimizer.init(PARAMS)
+    for step in range(7):
+        updates, state = update(gradients(step), state)
+        for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(gradients(step)), strict=True):
+            assert a.tobytes() == b.tobytes()
+    expected = [exponent_histogram(gradients(step)) for step in range(0, 7, every)]
+    found = watched(state)
+    assert found["n"] is None
+    for name in ("w", "b"):
+        total = sum((h[name].counts for h in expected), jnp.zeros(277, jnp.int32))
+        np.testing.assert_array_equal(found[name].counts, total)
+    assert (int(state.steps), int(state.collected)) == (7, len(expected))
+    assert len(traces) == 1
+    assert total_histogram(found).nonzero == 16 * len(expected)
+
+
+def test_a_skipped_step_is_left_out():
+    inner = optax.chain(watch(1), optax.sgd(0.1))
+    optimizer = jmp_kit.mixed_precision(inner, jmp_kit.DynamicLossScale())
+    params = {"w": jnp.ones(2)}
+    state = optimizer.init(params)
+    for value in (1.0, jnp.inf, 2.0):
+        _, state = optimizer.update({"w": jnp.full(2, value)}, state, params)
+    found = watched(state)["w"]
+    assert (found[0], found[1], int(found.nonfinite)) == (2, 2, 0)
+
+
+def test_nothing_waits_for_the_host():
+    optimizer = watch(5)
+    state = optimizer.init(PARAMS)
+    text = jax.jit(optimizer.update).lower(gradients(0), state).as_text()
+    assert not re.search("callback|outfeed|infeed|send|recv", text)
+    assert "stablehlo.case" in text or "stablehlo.if" in text  # The steps between count nothing.
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: watch(0), "every is 0"),
+        (lambda: watch(True), "every is True"),
+        (lambda: watch(2.5), "every is 2.5"),
+        (lambda: watched({"a": jnp.ones(2)}), "There are 0 WatchStates"),
+        (lambda: watched([watch().init(PARAMS)] * 2), "There are 2 WatchStates"),
+    ],
+)
+def test_bad_input_teaches(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
