@@ -191,6 +191,15 @@ def test_results_of_two_machines_do_not_mix(tmp_path):
 # The README's figures.
 
 
+def test_the_gpt_learns_the_same_in_half_precision_as_the_readme_shows():
+    rows = report.newest(report.ROOT / "benchmarks" / "results")["language"]["rows"]
+    bits = [row["bits_per_byte"] for row in rows]
+    assert [len(row["of_seeds"]) for row in rows] == [3, 3, 3]
+    assert max(bits) < 2.5
+    assert max(bits) - min(bits) < 0.03
+    assert max(row["minutes"] for row in rows) < 10
+
+
 def test_serving_takes_half_the_memory_as_the_readme_says():
     rows = report.newest(report.ROOT / "benchmarks" / "results")["programs"]["rows"]
     serving = {r["contender"]: r["program_mib"] for r in rows if "serving" in r.get("group", "")}
