@@ -53,21 +53,20 @@ class Flow:
     """The analysis, for one set of products."""
 
     products: frozenset[str]
+    every: bool = False  # those too that half cannot serve, or that are to run as written
 
     def is_product(self, eqn: JaxprEqn) -> bool:
         """Whether the equation is a product that half can serve: of floats of at most 32 bits."""
-        return (
-            eqn.primitive.name in self.products
-            and not is_in_full_precision(eqn)
-            and all(
-                jnp.issubdtype(var.aval.dtype, jnp.floating) and var.aval.dtype.itemsize <= 4
-                for var in eqn.outvars
-            )
+        if eqn.primitive.name not in self.products or self.every:
+            return eqn.primitive.name in self.products
+        return not is_in_full_precision(eqn) and all(
+            jnp.issubdtype(var.aval.dtype, jnp.floating) and var.aval.dtype.itemsize <= 4
+            for var in eqn.outvars
         )
 
     def holds_product(self, eqn: JaxprEqn) -> bool:
         """Whether there is a product in a jaxpr inside the equation, however deep."""
-        return not is_in_full_precision(eqn) and any(
+        return (self.every or not is_in_full_precision(eqn)) and any(
             self.is_product(inner) or self.holds_product(inner)
             for jaxpr in subjaxprs(eqn)
             for inner in jaxpr.eqns

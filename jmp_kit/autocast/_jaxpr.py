@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.interpreters import partial_eval
 
 Atom = Any  # Var | Literal
 
@@ -80,6 +81,12 @@ def uses_of(jaxpr: Jaxpr) -> Mapping[Var, Sequence[JaxprEqn | None]]:
         if is_var(atom):
             uses[atom].append(None)
     return uses
+
+
+def pruned(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr without what none of its results needs, as XLA is given it."""
+    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return live
 
 
 def cut_out(

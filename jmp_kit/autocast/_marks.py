@@ -37,7 +37,12 @@ def is_in_full_precision(eqn: JaxprEqn) -> bool:
     return dtype is not None and dtype.itemsize >= 4
 
 
-def scope_of(eqn: JaxprEqn) -> str:
-    """The names around an equation ("Decoder/lm_head"), without transformations and marks."""
-    names = _TRANSFORM.sub("", str(eqn.source_info.name_stack)).split("/")
+def names_in(stack: str) -> str:
+    """Of a stack of names ("jvp(Decoder)/lm_head"), those without transformations and marks."""
+    names = _TRANSFORM.sub("", stack).split("/")
     return "/".join(name for name in names if name and not name.startswith(_MARK))
+
+
+def scope_of(eqn: JaxprEqn) -> str:
+    """The names around an equation ("Decoder/lm_head")."""
+    return names_in(str(eqn.source_info.name_stack))

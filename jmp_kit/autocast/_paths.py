@@ -1,16 +1,19 @@
 """What rules are compared with, for a user to look at."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 from jmp_kit.autocast._arguments import flattened, paths_of_arrays
 from jmp_kit.autocast._autocast import PRODUCTS
 from jmp_kit.autocast._flow import Flow
 from jmp_kit.autocast._jaxpr import opened
-from jmp_kit.autocast._rules import Rules
+from jmp_kit.autocast._rules import Product, Rules
+
+_FLOW = Flow(PRODUCTS)
 
 
 class Paths(tuple[tuple[str, ...], ...]):
@@ -44,16 +47,26 @@ def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return jax.eval_shape(on_arrays, arrays)
 
 
-def product_paths(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Paths:
-    """The paths of the products of a function, whose arguments may be abstract arrays."""
-    found = []
+def traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Jaxpr, list[str]]:
+    """A function's program, and the paths of its arguments, which may be abstract arrays."""
+    found: list[tuple[Jaxpr, list[str]]] = []
 
     def trace(*args: Any, **kwargs: Any) -> None:
         flat, arrays, _ = flattened(fun, args, kwargs)
         jaxpr, _ = opened(jax.make_jaxpr(flat)(*arrays))
-        full = jnp.dtype(jnp.float32)
-        rules = Rules({}, full, full, Flow(PRODUCTS))
-        found.extend(rules.seen(jaxpr, paths_of_arrays(fun, args, kwargs)).products)
+        found.append((jaxpr, paths_of_arrays(fun, args, kwargs)))
 
     eval_shape(trace, *args, **kwargs)
-    return Paths("product", (sorted(filter(None, paths)) for paths in found))
+    return found[0]
+
+
+def products_in(jaxpr: Jaxpr, paths: Sequence[str], flow: Flow = _FLOW) -> list[Product]:
+    """The products of a program."""
+    full = jnp.dtype(jnp.float32)
+    return Rules({}, full, full, flow).seen(jaxpr, paths).products
+
+
+def product_paths(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Paths:
+    """The paths of the products of a function, whose arguments may be abstract arrays."""
+    products = (product.paths for product in products_in(*traced(fun, *args, **kwargs)))
+    return Paths("product", (sorted(filter(None, paths)) for paths in products if paths))

@@ -14,11 +14,20 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.autocast._flow import Flow, bodies_of
 from jmp_kit.autocast._jaxpr import is_var, with_subjaxprs
-from jmp_kit.autocast._marks import marked, scope_of
+from jmp_kit.autocast._marks import marked, names_in
 
 # The arguments that a value was made of with no product in between, as the bits of an integer; None
 # once there was a product.
 Origins = int | None
+
+
+class Product(NamedTuple):
+    """A product as it was seen in a program; without paths, a call of unknown kind with some."""
+
+    eqn: JaxprEqn
+    stack: str  # names and transformations around it, from outside in
+    paths: frozenset[str]  # the names, and the arguments that feed it
+    times: int  # how often its loops run it; of while loops once
 
 
 class Marked(NamedTuple):
@@ -26,7 +35,7 @@ class Marked(NamedTuple):
 
     jaxpr: Jaxpr
     origins: list[Origins]  # of its results
-    products: list[frozenset[str]]  # the paths of each product
+    products: list[Product]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Rules:
           ValueError: if a rule matches nothing.
         """
         program = self.seen(jaxpr, paths)
-        seen = sorted(frozenset().union(*program.products))
+        seen = sorted(frozenset().union(*(product.paths for product in program.products)))
         for pattern in self.dtypes:
             if not any(map(pattern.search, seen)):
                 raise ValueError(
@@ -81,34 +90,37 @@ class _Marking:
     rules: Rules
     paths: Sequence[str]
 
-    def jaxpr(self, jaxpr: Jaxpr, scope: str, origins: Sequence[Origins]) -> Marked:
-        """The jaxpr, called within a scope with values of these origins, marked."""
+    def jaxpr(self, jaxpr: Jaxpr, stack: str, origins: Sequence[Origins]) -> Marked:
+        """The jaxpr, called within these names with values of these origins, marked."""
         env: dict[Var, Origins] = dict(zip(jaxpr.invars, origins, strict=True))
         eqns, products = [], []
         for eqn in jaxpr.eqns:
             operands = [_origins(a, env) for a in eqn.invars]
             results: list[Origins] = [_union(operands)] * len(eqn.outvars)
             if self.rules.flow.is_product(eqn):
-                products.append(self._paths_of(_joined(scope, eqn), operands))
-                eqn = self._marked(eqn, self.rules.dtype_of(products[-1]))
+                within = _joined(stack, eqn)
+                paths = self._paths_of(names_in(within), operands)
+                products.append(Product(eqn, within, paths, 1))
+                eqn = self._marked(eqn, self.rules.dtype_of(paths))
                 results = [None] * len(eqn.outvars)
             elif self.rules.flow.holds_product(eqn):
-                eqn, results, inner = self._call(eqn, _joined(scope, eqn), operands)
+                eqn, results, inner = self._call(eqn, _joined(stack, eqn), operands)
                 products += inner
             env.update(zip(eqn.outvars, results, strict=True))
             eqns.append(eqn)
         return Marked(jaxpr.replace(eqns=eqns), [_origins(a, env) for a in jaxpr.outvars], products)
 
     def _call(
-        self, eqn: JaxprEqn, scope: str, operands: Sequence[Origins]
-    ) -> tuple[JaxprEqn, list[Origins], list[frozenset[str]]]:
-        bodies = bodies_of(eqn)
+        self, eqn: JaxprEqn, stack: str, operands: Sequence[Origins]
+    ) -> tuple[JaxprEqn, list[Origins], list[Product]]:
+        bodies, times = bodies_of(eqn), eqn.params.get("length", 1)
         results: list[Origins] = [0 if bodies else None] * len(eqn.outvars)
-        products, replaced = [], {}
+        products = [] if bodies else [Product(eqn, stack, frozenset(), 1)]
+        replaced = {}
         for body in bodies:
             inputs = [operands[i] for i in body.inputs]
             while True:
-                inner = self.jaxpr(body.jaxpr, scope, inputs)
+                inner = self.jaxpr(body.jaxpr, stack, inputs)
                 before = list(inputs)
                 for result, variable in body.carried:
                     inputs[variable] = _union([inputs[variable], inner.origins[result]])
@@ -116,12 +128,16 @@ class _Marking:
                     break
             for origins, i in zip(inner.origins, body.outputs, strict=False):
                 results[i] = _union([results[i], origins])
-            products += inner.products
+            products += [p._replace(times=p.times * times) for p in inner.products]
             replaced[id(body.jaxpr)] = inner.jaxpr
         if eqn.primitive.name.startswith("custom_"):
             # Its rules have products of their own, so all of them together take the widest.
-            found = {self.rules.dtype_of(paths) for paths in products}
-            widest = max(found, key=lambda d: (d.itemsize, d != self.rules.unmarked))
+            found = {self.rules.dtype_of(product.paths) for product in products if product.paths}
+            widest = max(
+                found,
+                key=lambda d: (d.itemsize, d != self.rules.unmarked),
+                default=self.rules.unmarked,
+            )
             return self._marked(eqn, widest), results, products
         return with_subjaxprs(eqn, replaced), results, products
 
@@ -133,8 +149,8 @@ class _Marking:
         return frozenset(p for i, p in enumerate(self.paths) if bits >> i & 1) | {scope}
 
 
-def _joined(scope: str, eqn: JaxprEqn) -> str:
-    return "/".join(filter(None, (scope, scope_of(eqn))))
+def _joined(stack: str, eqn: JaxprEqn) -> str:
+    return "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
 
 
 def _origins(atom: Any, env: Mapping[Var, Origins]) -> Origins:

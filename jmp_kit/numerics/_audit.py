@@ -1,0 +1,189 @@
+"""Which products of a program really run in half."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jmp_kit.autocast import PRODUCTS, Flow, names_in, products_in, pruned, traced
+from jmp_kit.numerics._sources import source_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product or a convolution of a program."""
+
+    source: str  # "model.py:41", the user's line; empty if it is not known
+    path: str  # name scopes, in Flax linen the module; else the parameters that feed it
+    primitive: str  # "dot_general", …
+    shape: tuple[int, ...]  # of the result
+    lhs_dtype: str
+    rhs_dtype: str
+    out_dtype: str
+    flops: int  # two for each multiplication, every time
+    backward: bool
+    times: int = 1  # how often the loops around it run it; a while loop counts as one
+
+    @property
+    def is_half(self) -> bool:
+        """Whether both operands have 16 bits or fewer."""
+        return all(jnp.dtype(d).itemsize <= 2 for d in (self.lhs_dtype, self.rhs_dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """The products of a program. Print it for a table."""
+
+    level: str  # "traced"
+    backend: str  # "cpu", "gpu"
+    products: tuple[Product, ...]
+    opaque: tuple[str, ...]  # what holds products and is run as traced, with its line
+
+    @property
+    def half_fraction(self) -> float:
+        """The share of FLOPs whose operands have 16 bits or fewer; 1 where there are none."""
+        total = sum(p.flops for p in self.products)
+        return sum(p.flops for p in self.products if p.is_half) / total if total else 1.0
+
+    def assert_half(self, except_: str | None = None) -> None:
+        """For a test suite of your own: every product is half, but those of some paths.
+
+        Args:
+          except_: a regular expression (`re.search`) over paths and sources.
+
+        Raises:
+          AssertionError: if another product is not half, or a region runs as traced; it lists them.
+        """
+        allowed = re.compile(except_) if except_ else None
+        wide = [
+            p
+            for p in self.products
+            if not p.is_half
+            and not (allowed and (allowed.search(p.path) or allowed.search(p.source)))
+        ]
+        if wide or self.opaque:
+            raise AssertionError(
+                f"{len(wide)} of {len(self.products)} products do not take half operands, "
+                f"{1 - self.half_fraction:.1%} of all FLOPs:\n{_table(wide)}"
+                + "".join(f"\nrun as traced: {where}" for where in self.opaque)
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        return {"half_fraction": self.half_fraction, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        total = sum(p.flops for p in self.products)
+        head = (
+            f"{len(self.products)} products, {_count(total)}FLOP, {self.half_fraction:.1%} of it "
+            f"half ({self.level}, {self.backend})"
+        )
+        opaque = [f"run as traced: {where}" for where in self.opaque]
+        return "\n".join([head, _table(self.products), *opaque])
+
+
+def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Audit:
+    """Every matrix product and convolution of a function, with its dtypes, as it is traced.
+
+    Nothing is computed. Where `fun` is a gradient or a train step, the products of the backward
+    pass are among them. What a loop repeats counts as often as it is repeated, a while loop once.
+
+    Args:
+      fun: any JAX function: under `autocast` or not, jitted or not.
+      args, kwargs: what it is called with; arrays may be abstract (`jax.ShapeDtypeStruct`).
+
+    Returns:
+      An `Audit`, which prints as a table.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jmp_kit
+      >>> @jmp_kit.autocast("mixed_bfloat16", rules={"head": "float32"})
+      ... def loss_fn(params, x):
+      ...     hidden = jnp.tanh(x @ params["body"])
+      ...     return jnp.sum(hidden @ params["head"])
+      >>> params = {"body": jnp.ones((8, 8)), "head": jnp.ones((8, 2))}
+      >>> found = jmp_kit.numerics.audit(jax.grad(loss_fn), params, jnp.ones((4, 8)))
+      >>> [p.lhs_dtype for p in found.products if p.backward]
+      ['float32', 'float32', 'bfloat16']
+      >>> f"{found.half_fraction:.0%}"
+      '80%'
+      >>> found.assert_half(except_="head")
+    """
+    flow = Flow(PRODUCTS, every=True)
+    jaxpr, arguments = traced(fun, *args, **kwargs)
+    # Of the forward products that the gradient does not need, the line and the path still tell.
+    forward: dict[str, set[str]] = collections.defaultdict(set)
+    for product in products_in(jaxpr, arguments, flow):
+        if not _is_backward(product.stack):
+            forward[str(source_of(product.eqn))].add(_path_of(product))
+    products, opaque = [], []
+    for product in products_in(pruned(jaxpr), arguments, flow):
+        eqn, source, path = product.eqn, str(source_of(product.eqn)), _path_of(product)
+        if eqn.primitive.name not in PRODUCTS:
+            opaque.append(f"{eqn.primitive.name} {source} {path}".rstrip())
+            continue
+        backward = _is_backward(product.stack)
+        # A weight's gradient takes no weight: it is called as the forward product of its line.
+        if backward and not names_in(product.stack) and len(forward[source]) == 1:
+            [path] = forward[source]
+        lhs, rhs = (str(atom.aval.dtype) for atom in eqn.invars[:2])
+        out, times = eqn.outvars[0].aval, product.times
+        flops = times * _flops(eqn)
+        shape, dtypes = tuple(out.shape), (lhs, rhs, str(out.dtype))
+        kind = eqn.primitive.name
+        products.append(Product(source, path, kind, shape, *dtypes, flops, backward, times))
+    return Audit("traced", jax.default_backend(), tuple(products), tuple(opaque))
+
+
+def _is_backward(stack: str) -> bool:
+    return "transpose(" in stack
+
+
+def _path_of(product: Any) -> str:
+    return names_in(product.stack) or " ".join(sorted(filter(None, product.paths)))
+
+
+def _flops(eqn: Any) -> int:
+    """Two for each multiplication."""
+    lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    size = math.prod(eqn.outvars[0].aval.shape)
+    if eqn.primitive.name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        return 2 * size * math.prod(lhs[i] for i in contracting)
+    if eqn.primitive.name == "conv_general_dilated":
+        features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * size * math.prod(rhs) // features
+    ((contracting, _), _) = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    return 2 * size * math.prod(lhs[i] for i in contracting)
+
+
+def _table(products: Iterable[Product]) -> str:
+    """A row for each kind: the same line, path, dtypes and pass."""
+    kinds: dict[tuple[str, ...], list[Product]] = collections.defaultdict(list)
+    for p in products:
+        dtypes = p.lhs_dtype if p.lhs_dtype == p.rhs_dtype else f"{p.lhs_dtype}×{p.rhs_dtype}"
+        which = "backward" if p.backward else "forward"
+        kinds[p.source, which, f"{dtypes}→{p.out_dtype}", p.path].append(p)
+    rows = [("FLOP", "times", "source", "pass", "dtypes", "path")]
+    for (source, which, dtypes, path), group in kinds.items():
+        short = path if len(path) <= 40 else f"…{path[-39:]}"
+        flops = _count(sum(p.flops for p in group))
+        rows.append((flops, str(len(group)), source, which, dtypes, short))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _count(number: float) -> str:
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:.3g} P"
