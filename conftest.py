@@ -1,8 +1,14 @@
 import os
 
-# Before JAX starts: simulated devices.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Before JAX starts. Programs are optimised by XLA but not by LLVM, for the tests run thousands of
+# small ones, whose compilation would take most of their time.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",
+        "--xla_llvm_disable_expensive_passes=true",
+    )
 )
 
 import jax
