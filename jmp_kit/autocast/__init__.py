@@ -20,12 +20,20 @@ another dtype by marking equations; `_marks` reads and writes the marks.
 
 from jmp_kit.autocast._autocast import PRODUCTS as PRODUCTS
 from jmp_kit.autocast._autocast import autocast as autocast
+from jmp_kit.autocast._flow import Body as Body
 from jmp_kit.autocast._flow import Flow as Flow
+from jmp_kit.autocast._flow import bodies_of as bodies_of
 from jmp_kit.autocast._full_precision import full_precision as full_precision
+from jmp_kit.autocast._jaxpr import cut_out as cut_out
+from jmp_kit.autocast._jaxpr import is_var as is_var
 from jmp_kit.autocast._jaxpr import pruned as pruned
+from jmp_kit.autocast._jaxpr import scan_counts as scan_counts
+from jmp_kit.autocast._jaxpr import subjaxprs as subjaxprs
 from jmp_kit.autocast._marks import names_in as names_in
+from jmp_kit.autocast._marks import stack_of as stack_of
 from jmp_kit.autocast._paths import Paths as Paths
 from jmp_kit.autocast._paths import eval_shape as eval_shape
 from jmp_kit.autocast._paths import product_paths as product_paths
 from jmp_kit.autocast._paths import products_in as products_in
+from jmp_kit.autocast._paths import program_of as program_of
 from jmp_kit.autocast._paths import traced as traced

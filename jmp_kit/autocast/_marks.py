@@ -5,6 +5,7 @@ of ours.
 """
 
 import re
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,6 +42,11 @@ def names_in(stack: str) -> str:
     """Of a stack of names ("jvp(Decoder)/lm_head"), those without transformations and marks."""
     names = _TRANSFORM.sub("", stack).split("/")
     return "/".join(name for name in names if name and not name.startswith(_MARK))
+
+
+def stack_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn]) -> str:
+    """The names and transformations around an equation inside of these calls."""
+    return "/".join(filter(None, (str(e.source_info.name_stack) for e in (*calls, eqn))))
 
 
 def scope_of(eqn: JaxprEqn) -> str:

@@ -47,14 +47,22 @@ def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return jax.eval_shape(on_arrays, arrays)
 
 
+def program_of(
+    fun: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Jaxpr, list[Any], list[Any], list[str]]:
+    """A function's program and its constants, its array arguments, and the paths of these."""
+    flat, arrays, _ = flattened(fun, args, kwargs)
+    jaxpr, consts = opened(jax.make_jaxpr(flat)(*arrays))
+    return jaxpr, consts, arrays, paths_of_arrays(fun, args, kwargs)
+
+
 def traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Jaxpr, list[str]]:
     """A function's program, and the paths of its arguments, which may be abstract arrays."""
     found: list[tuple[Jaxpr, list[str]]] = []
 
     def trace(*args: Any, **kwargs: Any) -> None:
-        flat, arrays, _ = flattened(fun, args, kwargs)
-        jaxpr, _ = opened(jax.make_jaxpr(flat)(*arrays))
-        found.append((jaxpr, paths_of_arrays(fun, args, kwargs)))
+        jaxpr, _, _, paths = program_of(fun, *args, **kwargs)
+        found.append((jaxpr, paths))
 
     eval_shape(trace, *args, **kwargs)
     return found[0]

@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.autocast._flow import Flow, bodies_of
 from jmp_kit.autocast._jaxpr import is_var, with_subjaxprs
-from jmp_kit.autocast._marks import marked, names_in
+from jmp_kit.autocast._marks import marked, names_in, stack_of
 
 # The arguments that a value was made of with no product in between, as the bits of an integer; None
 # once there was a product.
@@ -25,8 +25,8 @@ class Product(NamedTuple):
     """A product as it was seen in a program; without paths, a call of unknown kind with some."""
 
     eqn: JaxprEqn
-    stack: str  # names and transformations around it, from outside in
-    paths: frozenset[str]  # the names, and the arguments that feed it
+    calls: tuple[JaxprEqn, ...]  # that it is inside of, the outermost first
+    paths: frozenset[str]  # the names around it, and the arguments that feed it
     times: int  # how often its loops run it; of while loops once
 
 
@@ -67,7 +67,7 @@ class Rules:
 
     def seen(self, jaxpr: Jaxpr, paths: Sequence[str]) -> Marked:
         """The program marked, and what paths its products have."""
-        return _Marking(self, paths).jaxpr(jaxpr, "", [1 << i for i in range(len(paths))])
+        return _Marking(self, paths).jaxpr(jaxpr, (), [1 << i for i in range(len(paths))])
 
     def dtype_of(self, paths: Iterable[str]) -> np.dtype:
         """What a product of these paths computes in."""
@@ -90,37 +90,38 @@ class _Marking:
     rules: Rules
     paths: Sequence[str]
 
-    def jaxpr(self, jaxpr: Jaxpr, stack: str, origins: Sequence[Origins]) -> Marked:
-        """The jaxpr, called within these names with values of these origins, marked."""
+    def jaxpr(
+        self, jaxpr: Jaxpr, calls: tuple[JaxprEqn, ...], origins: Sequence[Origins]
+    ) -> Marked:
+        """The jaxpr, inside these calls, with arguments of these origins, marked."""
         env: dict[Var, Origins] = dict(zip(jaxpr.invars, origins, strict=True))
         eqns, products = [], []
         for eqn in jaxpr.eqns:
             operands = [_origins(a, env) for a in eqn.invars]
             results: list[Origins] = [_union(operands)] * len(eqn.outvars)
             if self.rules.flow.is_product(eqn):
-                within = _joined(stack, eqn)
-                paths = self._paths_of(names_in(within), operands)
-                products.append(Product(eqn, within, paths, 1))
+                paths = self._paths_of(names_in(stack_of(eqn, calls)), operands)
+                products.append(Product(eqn, calls, paths, 1))
                 eqn = self._marked(eqn, self.rules.dtype_of(paths))
                 results = [None] * len(eqn.outvars)
             elif self.rules.flow.holds_product(eqn):
-                eqn, results, inner = self._call(eqn, _joined(stack, eqn), operands)
+                eqn, results, inner = self._call(eqn, calls, operands)
                 products += inner
             env.update(zip(eqn.outvars, results, strict=True))
             eqns.append(eqn)
         return Marked(jaxpr.replace(eqns=eqns), [_origins(a, env) for a in jaxpr.outvars], products)
 
     def _call(
-        self, eqn: JaxprEqn, stack: str, operands: Sequence[Origins]
+        self, eqn: JaxprEqn, calls: tuple[JaxprEqn, ...], operands: Sequence[Origins]
     ) -> tuple[JaxprEqn, list[Origins], list[Product]]:
         bodies, times = bodies_of(eqn), eqn.params.get("length", 1)
         results: list[Origins] = [0 if bodies else None] * len(eqn.outvars)
-        products = [] if bodies else [Product(eqn, stack, frozenset(), 1)]
+        products = [] if bodies else [Product(eqn, calls, frozenset(), 1)]
         replaced = {}
         for body in bodies:
             inputs = [operands[i] for i in body.inputs]
             while True:
-                inner = self.jaxpr(body.jaxpr, stack, inputs)
+                inner = self.jaxpr(body.jaxpr, (*calls, eqn), inputs)
                 before = list(inputs)
                 for result, variable in body.carried:
                     inputs[variable] = _union([inputs[variable], inner.origins[result]])
@@ -147,10 +148,6 @@ class _Marking:
     def _paths_of(self, scope: str, operands: Iterable[Origins]) -> frozenset[str]:
         bits = _union([origins for origins in operands if origins is not None]) or 0
         return frozenset(p for i, p in enumerate(self.paths) if bits >> i & 1) | {scope}
-
-
-def _joined(stack: str, eqn: JaxprEqn) -> str:
-    return "/".join(filter(None, (stack, str(eqn.source_info.name_stack))))
 
 
 def _origins(atom: Any, env: Mapping[Var, Origins]) -> Origins:

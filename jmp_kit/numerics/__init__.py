@@ -1,4 +1,4 @@
-"""Seeing the numerics: where values lie, and what a dtype does to them.
+"""Seeing the numerics: what a program computes in, where values lie, what a dtype does to them.
 
 histogram = exponent_histogram(grads)        # how small they are
 underflow(grads, jnp.float16)                # what float16 would lose of them
@@ -13,6 +13,8 @@ from jmp_kit.numerics._exponents import ExponentHistogram as ExponentHistogram
 from jmp_kit.numerics._exponents import exponent_histogram as exponent_histogram
 from jmp_kit.numerics._exponents import recommend_loss_scale as recommend_loss_scale
 from jmp_kit.numerics._exponents import underflow as underflow
+from jmp_kit.numerics._locate import locate_nonfinite as locate_nonfinite
+from jmp_kit.numerics._nonfinite import NonFinite as NonFinite
 from jmp_kit.numerics._watch import WatchState as WatchState
 from jmp_kit.numerics._watch import total_histogram as total_histogram
 from jmp_kit.numerics._watch import watch as watch

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_kit.autocast import PRODUCTS, Flow, names_in, products_in, pruned, traced
+from jmp_kit.autocast import PRODUCTS, Flow, names_in, products_in, pruned, stack_of, traced
 from jmp_kit.numerics._sources import source_of
 
 
@@ -118,24 +118,23 @@ def audit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Audit:
     jaxpr, arguments = traced(fun, *args, **kwargs)
     # Of the forward products that the gradient does not need, the line and the path still tell.
     forward: dict[str, set[str]] = collections.defaultdict(set)
-    for product in products_in(jaxpr, arguments, flow):
-        if not _is_backward(product.stack):
-            forward[str(source_of(product.eqn))].add(_path_of(product))
+    for eqn, calls, paths, _ in products_in(jaxpr, arguments, flow):
+        stack = stack_of(eqn, calls)
+        if not _is_backward(stack):
+            forward[str(source_of(eqn, calls))].add(_path(stack, paths))
     products, opaque = [], []
-    for product in products_in(pruned(jaxpr), arguments, flow):
-        eqn, source, path = product.eqn, str(source_of(product.eqn)), _path_of(product)
-        if eqn.primitive.name not in PRODUCTS:
-            opaque.append(f"{eqn.primitive.name} {source} {path}".rstrip())
+    for eqn, calls, paths, times in products_in(pruned(jaxpr), arguments, flow):
+        stack, source, kind = stack_of(eqn, calls), str(source_of(eqn, calls)), eqn.primitive.name
+        path, backward = _path(stack, paths), _is_backward(stack)
+        if kind not in PRODUCTS:
+            opaque.append(f"{kind} {source} {path}".rstrip())
             continue
-        backward = _is_backward(product.stack)
         # A weight's gradient takes no weight: it is called as the forward product of its line.
-        if backward and not names_in(product.stack) and len(forward[source]) == 1:
+        if backward and not names_in(stack) and len(forward[source]) == 1:
             [path] = forward[source]
-        lhs, rhs = (str(atom.aval.dtype) for atom in eqn.invars[:2])
-        out, times = eqn.outvars[0].aval, product.times
-        flops = times * _flops(eqn)
-        shape, dtypes = tuple(out.shape), (lhs, rhs, str(out.dtype))
-        kind = eqn.primitive.name
+        out, flops = eqn.outvars[0].aval, times * _flops(eqn)
+        shape, (lhs, rhs) = tuple(out.shape), (str(atom.aval.dtype) for atom in eqn.invars[:2])
+        dtypes = lhs, rhs, str(out.dtype)
         products.append(Product(source, path, kind, shape, *dtypes, flops, backward, times))
     return Audit("traced", jax.default_backend(), tuple(products), tuple(opaque))
 
@@ -144,8 +143,8 @@ def _is_backward(stack: str) -> bool:
     return "transpose(" in stack
 
 
-def _path_of(product: Any) -> str:
-    return names_in(product.stack) or " ".join(sorted(filter(None, product.paths)))
+def _path(stack: str, paths: Iterable[str]) -> str:
+    return names_in(stack) or " ".join(sorted(filter(None, paths)))
 
 
 def _flops(eqn: Any) -> int:

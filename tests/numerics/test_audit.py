@@ -198,6 +198,8 @@ def test_a_table_of_no_products_and_of_abstract_arrays():
     assert (found.products, found.half_fraction) == ((), 1.0)
     assert str(found).startswith("0 products, 0 FLOP, 100.0% of it half (traced, ")
     found.assert_half()
+    huge = jax.ShapeDtypeStruct((10**6, 10**6), jnp.float16)
+    assert str(audit(jnp.matmul, huge, huge)).startswith("1 products, 2e+03 PFLOP")
     shape = jax.ShapeDtypeStruct((2000, 8), jnp.float16)
     found = audit(lambda x, w, scale: x @ w * scale, shape, W.astype(jnp.float16), 2.0)
     head, _, row = str(found).splitlines()
