@@ -9,6 +9,8 @@ optax.chain(watch(every=100), inner)         # the same over a run; watched(opt_
 from jmp_kit.numerics._audit import Audit as Audit
 from jmp_kit.numerics._audit import Product as Product
 from jmp_kit.numerics._audit import audit as audit
+from jmp_kit.numerics._compare import Comparison as Comparison
+from jmp_kit.numerics._compare import compare as compare
 from jmp_kit.numerics._exponents import ExponentHistogram as ExponentHistogram
 from jmp_kit.numerics._exponents import exponent_histogram as exponent_histogram
 from jmp_kit.numerics._exponents import recommend_loss_scale as recommend_loss_scale

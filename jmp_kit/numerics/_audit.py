@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jmp_kit.autocast import PRODUCTS, Flow, names_in, products_in, pruned, stack_of, traced
 from jmp_kit.numerics._sources import source_of
+from jmp_kit.numerics._tables import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,11 +174,7 @@ def _table(products: Iterable[Product]) -> str:
         short = path if len(path) <= 40 else f"…{path[-39:]}"
         flops = _count(sum(p.flops for p in group))
         rows.append((flops, str(len(group)), source, which, dtypes, short))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return table(rows)
 
 
 def _count(number: float) -> str:
