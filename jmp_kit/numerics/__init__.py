@@ -17,6 +17,9 @@ from jmp_kit.numerics._exponents import recommend_loss_scale as recommend_loss_s
 from jmp_kit.numerics._exponents import underflow as underflow
 from jmp_kit.numerics._locate import locate_nonfinite as locate_nonfinite
 from jmp_kit.numerics._nonfinite import NonFinite as NonFinite
+from jmp_kit.numerics._plots import plot_audit as plot_audit
+from jmp_kit.numerics._plots import plot_exponents as plot_exponents
+from jmp_kit.numerics._plots import plot_loss_scale as plot_loss_scale
 from jmp_kit.numerics._watch import WatchState as WatchState
 from jmp_kit.numerics._watch import total_histogram as total_histogram
 from jmp_kit.numerics._watch import watch as watch

@@ -1,0 +1,163 @@
+"""Figures of what the numerics tell; with matplotlib, the extra `plot`."""
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmp_kit.numerics._audit import Audit
+from jmp_kit.numerics._exponents import LOWEST
+from jmp_kit.numerics._watch import total_histogram
+
+_NO_MATPLOTLIB = 'Plots need matplotlib. Install it with pip install "jmp-kit[plot]".'
+_BLUE, _RED, _GREY, _YELLOW = "#4477aa", "#cc6677", "#bbbbbb", "#ddcc77"
+
+
+def plot_exponents(tree: Any, dtype: Any = jnp.float16, loss_scale: float = 1.0) -> Any:
+    """Where values lie, what a dtype would flush to zero of them, and what a loss scale saves.
+
+    In the manner of the figure of https://arxiv.org/abs/1710.03740: a bar for each exponent, zeros
+    apart, a line at the smallest subnormal and one at the smallest normal number.
+
+    Args:
+      tree: what `exponent_histogram` or `watched` gives: of true gradients.
+      dtype: the dtype whose limits are shown.
+      loss_scale: by what the values would be multiplied.
+
+    Returns:
+      A matplotlib Figure; `figure.savefig("gradients.png")`.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_kit import numerics
+      >>> grads = jnp.array([0.0, 1e-3, 1e-7, 1e-9])
+      >>> figure = numerics.plot_exponents(numerics.exponent_histogram(grads), loss_scale=1024.0)
+      >>> figure.axes[0].get_xlabel()
+      'exponent e of a value, 2^e <= |x| < 2^(e+1)'
+    """
+    histogram, info = total_histogram(tree), jnp.finfo(dtype)
+    shift = math.log2(loss_scale)
+    counts = np.asarray(histogram.counts, np.float64)
+    share = 100 * counts / max(counts.sum() + float(histogram.zeros), 1)
+    exponents = np.arange(LOWEST, LOWEST + len(counts))
+    # A value of exponent e is scaled to e + shift, and lost below the smallest subnormal.
+    smallest, normal = info.minexp - info.nmant, info.minexp
+    lost, saved = exponents < smallest - shift, exponents < smallest
+    figure, axes = _axes(9, 4.5)
+    groups = [
+        (~saved, _BLUE, "in range"),
+        (saved & ~lost, _YELLOW, f"in range by a loss scale of 2^{shift:g}"),
+        (lost, _RED, "below it"),
+    ]
+    for chosen, colour, name in groups:
+        if share[chosen].any():
+            label = f"{name}: {share[chosen].sum():.2f}%"
+            axes.bar(exponents[chosen], share[chosen], width=0.9, color=colour, label=label)
+    known = exponents[share > 0]
+    low = float(min([smallest - shift, *known])) - 2
+    high = float(max([normal, *known])) + 2
+    zeros = 100 * float(histogram.zeros) / max(counts.sum() + float(histogram.zeros), 1)
+    axes.bar([low - 3], [zeros], width=0.9, color=_GREY, label=f"zeros: {zeros:.2f}%")
+    for exponent, name in ((smallest, "smallest subnormal"), (normal, "smallest normal")):
+        axes.axvline(exponent - 0.5, color="black", linestyle=":")
+        axes.annotate(
+            f"{name} {jnp.dtype(dtype)}: $2^{{{exponent}}}$",
+            (exponent - 0.5, 1),
+            (-3, -4),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="top",
+            fontsize=8,
+        )
+    axes.set(
+        xlim=(low - 4, high),
+        xlabel="exponent e of a value, 2^e <= |x| < 2^(e+1)",
+        ylabel="share of all values, %",
+    )
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    return figure
+
+
+def plot_loss_scale(loss_scales: Sequence[float], skipped: Sequence[int] = ()) -> Any:
+    """The loss scale over a run, skipped steps marked.
+
+    Args:
+      loss_scales: of each step, as `metrics` tells it.
+      skipped: the steps that did not apply.
+
+    Returns:
+      A matplotlib Figure.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+
+    Example:
+      >>> from jmp_kit import numerics
+      >>> figure = numerics.plot_loss_scale([65536.0, 65536.0, 32768.0], skipped=[1])
+      >>> figure.axes[0].get_xlabel()
+      'step'
+    """
+    figure, axes = _axes(9, 3.5)
+    axes.step(range(len(loss_scales)), loss_scales, color=_BLUE, where="post")
+    heights = [loss_scales[step] for step in skipped]
+    label = f"{len(heights)} skipped steps"
+    axes.plot(list(skipped), heights, "x", color=_RED, label=label)
+    axes.set_yscale("log", base=2)
+    axes.set(xlabel="step", ylabel="loss scale")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    return figure
+
+
+def plot_audit(audit: Audit) -> Any:
+    """The FLOPs of each path, in half and wider.
+
+    Args:
+      audit: what `audit` gives.
+
+    Returns:
+      A matplotlib Figure.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_kit import numerics
+      >>> found = numerics.audit(lambda x, w: x @ w, jnp.ones((4, 8)), jnp.ones((8, 2)))
+      >>> [text.get_text() for text in numerics.plot_audit(found).axes[0].get_yticklabels()]
+      ['w x']
+    """
+    flops: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
+    for product in audit.products:
+        flops[product.path or product.source][not product.is_half] += product.flops
+    figure, axes = _axes(9, 1.2 + 0.3 * len(flops))
+    names = [name if len(name) <= 40 else f"…{name[-39:]}" for name in flops]
+    rows = np.arange(len(names))
+    half, wide = (np.array([pair[i] for pair in flops.values()], float) for i in (0, 1))
+    axes.barh(rows, half, color=_BLUE, label=f"half: {audit.half_fraction:.1%}")
+    axes.barh(rows, wide, left=half, color=_RED, label=f"wider: {1 - audit.half_fraction:.1%}")
+    axes.set_yticks(rows, names)
+    axes.invert_yaxis()
+    axes.set(xlabel=f"FLOPs ({audit.level})")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    return figure
+
+
+def _axes(width: float, height: float) -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(_NO_MATPLOTLIB) from error
+    # Not pyplot's: nobody else's figures and backends are touched.
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=120)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes

@@ -1,0 +1,59 @@
+"""The figures: what they show is what was counted."""
+
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp_kit import numerics
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+
+
+def test_exponents_and_what_a_scale_saves(tmp_path):
+    grads = {"a": jnp.array([0.0, 0.0, 1.0, 2.0**-26]), "b": jnp.array([2.0**-26] * 5 + [2.0**-40])}
+    found = numerics.exponent_histogram(grads)
+    figure = numerics.plot_exponents(found, jnp.float16, loss_scale=2.0**10)
+    assert legend(figure) == [
+        "in range: 10.00%",
+        "in range by a loss scale of 2^10: 60.00%",
+        "below it: 10.00%",
+        "zeros: 20.00%",
+    ]
+    lines = sorted(line.get_xdata()[0] for line in figure.axes[0].lines)
+    assert lines == [-24.5, -14.5]
+    file = tmp_path / "exponents.png"
+    figure.savefig(file)
+    assert file.stat().st_size > 10_000
+    assert legend(numerics.plot_exponents(numerics.exponent_histogram({}))) == ["zeros: 0.00%"]
+
+
+def test_the_loss_scale_and_its_skips():
+    figure = numerics.plot_loss_scale([4.0, 8.0, 4.0], skipped=[1])
+    scale, skips = figure.axes[0].lines
+    np.testing.assert_array_equal(scale.get_ydata(), [4, 8, 4])
+    assert (list(skips.get_xdata()), list(skips.get_ydata())) == ([1], [8])
+    assert legend(figure) == ["1 skipped steps"]
+
+
+def test_the_audit_a_bar_for_each_path():
+    def fun(long, x):
+        return (x @ long["x" * 60]).astype(jnp.bfloat16) @ long["y"].astype(jnp.bfloat16)
+
+    params = {"x" * 60: jnp.ones((8, 8)), "y": jnp.ones((8, 8))}
+    found = numerics.audit(lambda long, x: fun(long, x).sum(), params, jnp.ones((4, 8)))
+    figure = numerics.plot_audit(found)
+    names = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert len(names) == 2
+    assert all(len(name) <= 40 for name in names)
+    widths = [bar.get_width() for bar in figure.axes[0].patches]
+    assert sum(widths) == sum(p.flops for p in found.products)
+
+
+def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"Plots need matplotlib.*jmp-kit\[plot\]"):
+        numerics.plot_loss_scale([1.0])
