@@ -327,7 +327,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument(
-        "--policy", nargs="+", type=_policy, default=POLICIES, help="policies, as get_policy reads"
+        "--policy",
+        nargs="+",
+        type=policy_name,
+        default=POLICIES,
+        help="as get_policy reads",
     )
     parser.add_argument("--steps", type=positive, default=400, help="steps per policy")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and the split")
@@ -347,7 +351,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _policy(name: str) -> str:
+def policy_name(name: str) -> str:
+    """A policy on the command line."""
     try:
         jmp_kit.get_policy(name)
     except ValueError as error:
@@ -364,9 +369,9 @@ def _master(name: str) -> str:
 
 
 def positive(text: str) -> int:
-    """A number of steps on the command line."""
+    """A number of something on the command line."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of steps")
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return int(text)
 
 

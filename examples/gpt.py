@@ -16,29 +16,29 @@ import itertools
 import math
 import pathlib
 import statistics
-import sysconfig
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.table import Column
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jmp_kit
 import jmp_kit.checkpoint
 import jmp_kit.nnx
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from examples import digits
+from examples.gpt_runs import Run, plot, table_of
+from examples.stdlib_text import load_text, pieces
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
@@ -47,19 +47,19 @@ POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 class Config:
     """A GPT and how it is trained."""
 
-    layers: int
-    heads: int
-    width: int
-    time: int  # bytes that it looks back
-    batch: int  # pieces of text at a time
-    accumulate: int  # batches a step
-    steps: int
-    warmup: int  # steps
-    learning_rate: float
-    clip: float  # global norm of a gradient
-    dropout: float  # share
-    period: int  # finite batches after which float16's loss scale grows
-    evaluate: int  # steps between looks at the validation text
+    layers: int = 3
+    heads: int = 4
+    width: int = 128
+    time: int = 64  # bytes that it looks back
+    batch: int = 8  # pieces of text at a time
+    accumulate: int = 2  # batches a step
+    steps: int = 1500
+    warmup: int = 100  # steps
+    learning_rate: float = 4e-3
+    clip: float = 1.0  # global norm of a gradient
+    dropout: float = 0.0  # share
+    period: int = 200  # finite batches after which float16's loss scale grows
+    evaluate: int = 150  # steps between looks at the validation text
 
     @property
     def bytes(self) -> int:
@@ -80,21 +80,7 @@ class Config:
 
 
 SIZES = {
-    "small": Config(
-        layers=3,
-        heads=4,
-        width=128,
-        time=64,
-        batch=8,
-        accumulate=2,
-        steps=1500,
-        warmup=100,
-        learning_rate=4e-3,
-        clip=1.0,
-        dropout=0.0,
-        period=200,
-        evaluate=150,
-    ),
+    "small": Config(),
     "124m": Config(
         layers=16,
         heads=10,
@@ -105,8 +91,6 @@ SIZES = {
         steps=5000,
         warmup=500,
         learning_rate=6e-4,
-        clip=1.0,
-        dropout=0.0,
         period=2000,
         evaluate=250,
     ),
@@ -204,25 +188,6 @@ def train_step(model: nnx.Module, optimizer: nnx.Optimizer[Any], text: Any) -> j
     return loss
 
 
-def load_text() -> tuple[np.ndarray, np.ndarray]:
-    """The standard library as (training, validation), each uint8[n]; every 20th file is kept out.
-
-    Its tests and tables of characters are left out, for some systems come without them.
-    """
-    root = pathlib.Path(sysconfig.get_path("stdlib"))
-    aside = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
-    paths = [p for p in root.rglob("*.py") if not aside.intersection(p.relative_to(root).parts)]
-    texts = [p.read_bytes() for p in sorted(paths)]
-    validation = b"".join(texts[::20])
-    training = b"".join(text for i, text in enumerate(texts) if i % 20)
-    return np.frombuffer(training, np.uint8), np.frombuffer(validation, np.uint8)
-
-
-def pieces(text: np.ndarray, starts: Any, length: int) -> np.ndarray:
-    """uint8[len(starts), length], from these places of a text on."""
-    return text[np.asarray(starts)[:, None] + np.arange(length)]
-
-
 def batches(text: np.ndarray, config: Config, seed: int, step: int) -> Iterator[np.ndarray]:
     """The batches of a step, from random places: the same ones for every policy, and resumed."""
     generator = np.random.default_rng([seed, step])
@@ -255,6 +220,12 @@ def write(
     return np.asarray(_write(model, text, len(known), jax.random.split(key, count), heat)).tobytes()
 
 
+def printable(text: bytes) -> str:
+    """As a terminal can show it, whatever an untrained model writes."""
+    decoded = text.decode("utf-8", "replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in decoded)
+
+
 @nnx.jit
 def _write(model: nnx.Module, text: Any, length: Any, keys: jax.Array, heat: float) -> jax.Array:
     def next_byte(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
@@ -266,22 +237,6 @@ def _write(model: nnx.Module, text: Any, length: Any, keys: jax.Array, heat: flo
         return (text, length + ~full), byte
 
     return jax.lax.scan(next_byte, (text, length), keys)[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What training under one policy and seed cost and reached."""
-
-    policy: str
-    seed: int
-    parameters: int
-    looks: list[int]  # the steps after which the validation text was looked at
-    curve: list[float]  # bits per byte there
-    skipped: int  # batches that did not count
-    loss_scale: float  # at the end
-    bytes_per_second: float  # NaN if all steps were trained before
-    minutes: float  # the whole run here: compiling, training, looking at the validation text
-    written: str  # by the model
 
 
 def train(
@@ -343,7 +298,7 @@ def train(
         loss_scale=float(metrics["loss_scale"]),
         bytes_per_second=config.bytes / statistics.median(seconds) if seconds else math.nan,
         minutes=(time.perf_counter() - start) / 60,
-        written=prompt + written.decode("utf-8", "replace"),
+        written=prompt + printable(written),
     )
 
 
@@ -353,63 +308,6 @@ def checkpoints_in(directory: pathlib.Path | None, every: int) -> Any:
         return contextlib.nullcontext()
     options = ocp.CheckpointManagerOptions(max_to_keep=3, save_interval_steps=every)
     return ocp.CheckpointManager(directory.absolute(), options=options)
-
-
-def table_of(runs: list[Run]) -> Table:
-    """The comparison, a row per policy, means over the seeds."""
-    table = Table(title=f"GPT of {runs[0].parameters:,} parameters on {device()}", box=SIMPLE_HEAD)
-    table.add_column("policy", no_wrap=True)
-    for heading in (
-        "bits per byte,\nvalidation",
-        "of each\nseed",
-        "skipped\nbatches",
-        "loss\nscale",
-        "bytes\na second",
-        "minutes\na run",
-    ):
-        table.add_column(heading, justify="right")
-    for policy, group in grouped(runs).items():
-        last = [run.curve[-1] for run in group]
-        table.add_row(
-            policy,
-            f"{statistics.fmean(last):.3f}",
-            " ".join(f"{x:.3f}" for x in last),
-            " ".join(str(run.skipped) for run in group),
-            " ".join(dict.fromkeys(f"2^{math.log2(run.loss_scale):g}" for run in group)),
-            f"{statistics.fmean(run.bytes_per_second for run in group):,.0f}",
-            f"{statistics.fmean(run.minutes for run in group):.1f}",
-        )
-    return table
-
-
-def device() -> str:
-    """What this runs on."""
-    return f"{jax.devices()[0].device_kind} ({jax.default_backend()})"
-
-
-def grouped(runs: list[Run]) -> dict[str, list[Run]]:
-    """The runs of each policy."""
-    return {
-        policy: [run for run in runs if run.policy == policy]
-        for policy in dict.fromkeys(run.policy for run in runs)
-    }
-
-
-def plot(runs: list[Run], path: pathlib.Path) -> None:
-    """Bits per byte over the steps: the mean over the seeds, and the range they cover."""
-    plt.style.use("tableau-colorblind10")
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for (policy, group), style in zip(grouped(runs).items(), itertools.cycle(("-", "--", ":"))):
-        curves = np.array([run.curve for run in group])
-        (line,) = axes.plot(group[0].looks, curves.mean(0), style, marker="o", label=policy)
-        axes.fill_between(
-            group[0].looks, curves.min(0), curves.max(0), color=line.get_color(), alpha=0.2
-        )
-    axes.set(xlabel="step", ylabel="validation, bits per byte", title="GPT under each policy")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -438,7 +336,10 @@ def main(arguments: list[str] | None = None) -> None:
 
             folder = None
             if options.checkpoint_dir is not None:
-                folder = pathlib.Path(options.checkpoint_dir) / f"{policy}-seed{seed}"
+                folder = (
+                    pathlib.Path(options.checkpoint_dir)
+                    / f"{policy}-{config.steps}steps-seed{seed}"
+                )
             run = train(
                 config,
                 policy,
@@ -468,14 +369,18 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument(
-        "--policy", nargs="+", type=_policy, default=POLICIES, help="policies, as get_policy reads"
+        "--policy",
+        nargs="+",
+        type=digits.policy_name,
+        default=POLICIES,
+        help="as get_policy reads",
     )
     parser.add_argument("--seed", nargs="+", type=int, default=[0], help="of weights and batches")
     parser.add_argument("--checkpoint-dir", help="folder from which a stopped run goes on")
-    parser.add_argument("--checkpoint-every", type=_positive, default=100, help="steps")
+    parser.add_argument("--checkpoint-every", type=digits.positive, default=100, help="steps")
     parser.add_argument("--prompt", default="def ", help="what the model goes on writing")
-    parser.add_argument("--sample", type=_positive, default=300, help="bytes that it writes")
-    parser.add_argument("--heat", type=_positive, default=0.7, help="temperature of what it writes")
+    parser.add_argument("--sample", type=digits.positive, default=300, help="bytes that it writes")
+    parser.add_argument("--heat", type=float, default=0.7, help="temperature of the writing")
     parser.add_argument("--out", default="out", help="folder for the figure")
     parser.add_argument("--size", choices=SIZES, default="small", help="what the rest start from")
     for field in dataclasses.fields(Config):
@@ -487,30 +392,14 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:
             help=values,
         )
     options = parser.parse_args(arguments)
+    if not options.heat > 0:
+        parser.error(f"--heat is {options.heat}, but has to be positive: what it divides by")
     names = [field.name for field in dataclasses.fields(Config) if field.name in options]
     given = {name: getattr(options, name) for name in names}
     try:
         return options, dataclasses.replace(SIZES[options.size], **given)
     except ValueError as error:
         parser.error(str(error))
-
-
-def _policy(name: str) -> str:
-    try:
-        jmp_kit.get_policy(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return name
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text) if "." in text else int(text)
-    except ValueError:
-        number = 0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return number
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_one_policy_of_one_s_own(digits, tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--policy", "c=f17"], "Unknown dtype 'f17'"),
-        (["--steps", "0"], "'0' is no positive number of steps"),
+        (["--steps", "0"], "'0' is no positive number"),
         (["--master", "kaan"], "master is 'kaan', which is no way to keep precision"),
     ],
 )

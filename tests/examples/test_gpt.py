@@ -116,6 +116,10 @@ def test_it_writes_after_any_prompt(prompt):
     assert len(gpt.write(model, prompt, jax.random.key(0), 0, SMALL.time, 0.1)) == 0
 
 
+def test_what_it_writes_does_no_harm_to_a_terminal():
+    assert gpt.printable(b"a\x1b[2Jb\tc\n\xff\xc3\xa9") == "a\ufffd[2Jb\tc\n\ufffdé"
+
+
 def test_the_command_prints_a_row_per_policy_and_saves_a_figure(tmp_path, capsys):
     arguments = ["--policy", "mixed_float16", "float32", "--prompt", "import"]
     arguments += ["--layers=1", "--width=32", "--time=16", "--steps=3", "--out", str(tmp_path)]
@@ -137,7 +141,7 @@ def test_the_command_prints_a_row_per_policy_and_saves_a_figure(tmp_path, capsys
         (["--steps", "0"], "steps is 0, but has to be at least 1"),
         (["--width", "100", "--heads", "3"], "width is 100, which 3 heads cannot share"),
         (["--learning-rate", "nan"], "learning_rate is nan"),
-        (["--heat", "0"], "'0' is no positive number"),
+        (["--heat", "0"], "--heat is 0.0, but has to be positive"),
         (["--sample", "-1"], "'-1' is no positive number"),
     ],
 )
