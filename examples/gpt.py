@@ -38,7 +38,7 @@ import jmp_kit.checkpoint
 import jmp_kit.nnx
 from examples import digits
 from examples.gpt_runs import Run, plot, table_of
-from examples.stdlib_text import load_text, pieces
+from examples.stdlib_text import load_text, pieces, printable
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
@@ -218,12 +218,6 @@ def write(
     text[: len(known)] = known
     model.eval()
     return np.asarray(_write(model, text, len(known), jax.random.split(key, count), heat)).tobytes()
-
-
-def printable(text: bytes) -> str:
-    """As a terminal can show it, whatever an untrained model writes."""
-    decoded = text.decode("utf-8", "replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in decoded)
 
 
 @nnx.jit

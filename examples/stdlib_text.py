@@ -24,3 +24,9 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
 def pieces(text: np.ndarray, starts: Any, length: int) -> np.ndarray:
     """uint8[len(starts), length], from these places of a text on."""
     return text[np.asarray(starts)[:, None] + np.arange(length)]
+
+
+def printable(text: bytes) -> str:
+    """As a terminal can show it, whatever an untrained model writes."""
+    decoded = text.decode("utf-8", "replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in decoded)
