@@ -1,9 +1,12 @@
 """Seeing the numerics: what a program computes in, where values lie, what a dtype does to them.
 
-histogram = exponent_histogram(grads)        # how small they are
-underflow(grads, jnp.float16)                # what float16 would lose of them
-recommend_loss_scale(grads, jnp.float16)     # by what to scale the loss
-optax.chain(watch(every=100), inner)         # the same over a run; watched(opt_state) reads it
+print(audit(train_step, params, batch))             # which products run in half
+print(compare(loss_fn, params, *batch))             # faster? accurate?
+print(locate_nonfinite(train_step, params, batch))  # where a NaN came from
+histogram = exponent_histogram(grads)               # how small gradients are
+underflow(grads, jnp.float16)                       # what float16 would lose of them
+recommend_loss_scale(grads, jnp.float16)            # by what to scale the loss
+optax.chain(watch(every=100), inner)                # over a run; watched(opt_state) reads it
 """
 
 from jmp_kit.numerics._audit import Audit as Audit
