@@ -42,7 +42,7 @@ def test_a_guide_s_program_runs_before_and_after_to_the_same_losses(name):
     assert "jmp_kit" not in before
     new = losses_of(after)
     if name.startswith("pytorch_amp") and not importlib.util.find_spec("torch"):
-        pytest.skip("PyTorch is not installed: CI has it on Python 3.11")
+        pytest.skip(reason="PyTorch is not installed: CI has it on Python 3.11")
     old = losses_of(before)
     assert len(new) == len(old)
     close = 1e-5 if "full_precision" in after else 0.02
