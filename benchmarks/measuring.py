@@ -108,7 +108,7 @@ def _compiled(contender: Contender, batch: tuple[Any, ...], row: dict[str, Any])
     row["temporary_mib"] = program.memory_analysis().temp_size_in_bytes / 2**20
     row["program_mib"] = program_bytes(program) / 2**20
     row["bytes_accessed"] = (program.cost_analysis() or {}).get("bytes accessed")
-    row["products"] = product_dtypes(program.as_text())
+    row["products"] = product_dtypes(program)
     return Running(program, state, row)
 
 

@@ -152,7 +152,7 @@ def _compiled(contender: Contender, batch: Sequence[Any], device: Any, make: boo
     text = program.as_text()
     return {
         "contender": contender.name,
-        "products": product_dtypes(text),
+        "products": product_dtypes(program),
         "program_mib": program_bytes(program) / 2**20,
         "bytes_moved": bytes_moved(text),
     }

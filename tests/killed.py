@@ -26,7 +26,6 @@ import jmp_kit
 from jmp_kit import checkpoint
 
 STEPS, EVERY = 200, 2
-LONGEST = 0.4  # seconds before a kill
 
 
 def train(directory: pathlib.Path) -> None:
@@ -112,6 +111,13 @@ def start(directory: pathlib.Path) -> int:
     return pid
 
 
+def wait_for_a_change(directory: pathlib.Path) -> None:
+    """A save is three: it begins, it is there, and the oldest goes."""
+    before, patience = os.listdir(directory), time.monotonic() + 60
+    while os.listdir(directory) == before and time.monotonic() < patience:
+        time.sleep(0.001)
+
+
 def main(folder: str, kills: str, seed: str) -> None:
     """Train undisturbed, then with kills, and compare the ends."""
     root = pathlib.Path(folder)
@@ -128,13 +134,14 @@ def main(folder: str, kills: str, seed: str) -> None:
     killed, during_save, steps = 0, 0, []
     for _ in range(int(kills)):
         pid = start(disturbed)
-        # Some while it starts and restores, most while it trains and saves.
-        if moments.random() < 0.7:
-            before = set(disturbed.glob("checkpoints/*"))
-            patience = time.monotonic() + 60
-            while set(disturbed.glob("checkpoints/*")) == before and time.monotonic() < patience:
-                time.sleep(0.001)
-        time.sleep(moments.uniform(0, LONGEST))
+        # Some while it starts and restores, most while it trains and saves: as many changes of its
+        # folder later as chance says, so that a slow machine gets as far as a fast one.
+        if moments.random() < 0.3:
+            time.sleep(moments.uniform(0, 1))
+        else:
+            for _ in range(moments.randint(1, 12)):
+                wait_for_a_change(disturbed / "checkpoints")
+            time.sleep(moments.uniform(0, 0.01))
         os.kill(pid, signal.SIGKILL)
         killed += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
         names = [path.name for path in disturbed.glob("checkpoints/*")]

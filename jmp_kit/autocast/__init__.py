@@ -33,6 +33,7 @@ from jmp_kit.autocast._marks import names_in as names_in
 from jmp_kit.autocast._marks import stack_of as stack_of
 from jmp_kit.autocast._paths import Paths as Paths
 from jmp_kit.autocast._paths import eval_shape as eval_shape
+from jmp_kit.autocast._paths import on_arrays as on_arrays
 from jmp_kit.autocast._paths import product_paths as product_paths
 from jmp_kit.autocast._paths import products_in as products_in
 from jmp_kit.autocast._paths import program_of as program_of

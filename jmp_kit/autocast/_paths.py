@@ -33,18 +33,25 @@ class Paths(tuple[tuple[str, ...], ...]):
         return "\n".join([f"{self.what}  paths", *rows])
 
 
-def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`jax.eval_shape` that leaves alone what is no array: flags, strings, functions."""
+def on_arrays(
+    fun: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Callable[[dict[int, Any]], Any], dict[int, Any]]:
+    """`fun` of its arrays alone, and these; what is no array stays: flags, strings, functions."""
     leaves, treedef = jax.tree.flatten((args, kwargs))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
 
-    def on_arrays(arrays: dict[int, Any]) -> Any:
+    def call(arrays: dict[int, Any]) -> Any:
         args, kwargs = jax.tree.unflatten(
             treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
         )
         return fun(*args, **kwargs)
 
-    return jax.eval_shape(on_arrays, arrays)
+    return call, arrays
+
+
+def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`jax.eval_shape` that leaves alone what is no array."""
+    return jax.eval_shape(*on_arrays(fun, *args, **kwargs))
 
 
 def program_of(

@@ -9,9 +9,10 @@ recommend_loss_scale(grads, jnp.float16)            # by what to scale the loss
 optax.chain(watch(every=100), inner)                # over a run; watched(opt_state) reads it
 """
 
-from jmp_kit.numerics._audit import Audit as Audit
-from jmp_kit.numerics._audit import Product as Product
 from jmp_kit.numerics._audit import audit as audit
+from jmp_kit.numerics._audited import Audit as Audit
+from jmp_kit.numerics._audited import Convert as Convert
+from jmp_kit.numerics._audited import Product as Product
 from jmp_kit.numerics._compare import Comparison as Comparison
 from jmp_kit.numerics._compare import compare as compare
 from jmp_kit.numerics._exponents import ExponentHistogram as ExponentHistogram

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_kit.numerics._audit import Audit
+from jmp_kit.numerics._audited import Audit
 from jmp_kit.numerics._exponents import LOWEST
 from jmp_kit.numerics._watch import total_histogram
 

@@ -35,16 +35,28 @@ def source_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn] = ()) -> Source:
 
     Of the rules of a custom derivative JAX keeps the line of the call.
     """
-    for call in calls:
-        if any(_is_aside(name) for name in _defined_in(call)):
-            eqn = call
+    inside = [*calls, eqn]
+    for i, call in enumerate(calls):
+        # What autocast calls again holds the lines of a user.
+        names = (name for name in _defined_in(call) if not _is_within(name, ["jmp_kit"]))
+        if any(map(_is_aside, names)):
+            inside = inside[: i + 1]
             break
+    return innermost([line for e in reversed(inside) for line in _lines(e)])
+
+
+def _lines(eqn: JaxprEqn) -> list[Source]:
     traceback = eqn.source_info.traceback
-    frames = [(f.file_name, f.line_num) for f in traceback.frames] if traceback else []
-    for name, line in frames:
-        if not _is_aside(name):
-            return Source(name, line)
-    return Source(*frames[0]) if frames else Source()
+    return [Source(f.file_name, f.line_num) for f in traceback.frames] if traceback else []
+
+
+def innermost(lines: Sequence[Source]) -> Source:
+    """Of lines that called one another, the innermost first: the user's own, or of a framework."""
+    for libraries in (_LIBRARIES, ("jax", "jaxlib", "jmp_kit")):
+        for line in lines:
+            if not _is_aside(line.file, libraries):
+                return line
+    return Source()
 
 
 def _defined_in(call: JaxprEqn) -> Iterator[str]:
@@ -54,15 +66,19 @@ def _defined_in(call: JaxprEqn) -> Iterator[str]:
 
 
 @functools.cache
-def _is_aside(name: str) -> bool:
-    path = pathlib.Path(name)
-    if name.startswith("<frozen") or any(path.is_relative_to(folder) for folder in _folders()):
+def _is_aside(name: str, libraries: Sequence[str] = _LIBRARIES) -> bool:
+    if name.startswith("<frozen") or _is_within(name, libraries):
         return True
-    in_packages = {"site-packages", "dist-packages"}.intersection(path.parts)
-    return not in_packages and path.is_relative_to(sysconfig.get_path("stdlib"))
+    in_packages = {"site-packages", "dist-packages"}.intersection(pathlib.Path(name).parts)
+    return not in_packages and pathlib.Path(name).is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _is_within(name: str, libraries: Sequence[str]) -> bool:
+    folders = (_folder(library) for library in libraries)
+    return any(folder and pathlib.Path(name).is_relative_to(folder) for folder in folders)
 
 
 @functools.cache
-def _folders() -> list[pathlib.Path]:
-    found = map(importlib.util.find_spec, _LIBRARIES)
-    return [pathlib.Path(spec.origin).parent for spec in found if spec and spec.origin]
+def _folder(library: str) -> pathlib.Path | None:
+    spec = importlib.util.find_spec(library)
+    return pathlib.Path(spec.origin).parent if spec and spec.origin else None

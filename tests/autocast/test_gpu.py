@@ -23,7 +23,7 @@ def test_every_compiled_product_is_half_and_memory_is_saved(name, dtype):
         jax.jit(jax.value_and_grad(f)).lower(*example).compile()
         for f in (autocast(model.loss(), dtype), model.loss(dtype))
     )
-    products = product_dtypes(ours.as_text())
+    products = product_dtypes(ours)
     assert set(products) == {SHORT[dtype]}
     bytes_of = [p.memory_analysis().temp_size_in_bytes for p in (ours, hand)]
     assert bytes_of[0] <= 0.75 * bytes_of[1]

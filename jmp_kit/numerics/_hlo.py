@@ -1,0 +1,217 @@
+"""XLA's programs, read from their text: what JAX gives the compiler, and what comes out of it.
+
+The syntax: https://openxla.org/xla/hlo_dumps and https://openxla.org/xla/operation_semantics.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jmp_kit.numerics._sources import Source, innermost
+
+
+class Array(NamedTuple):
+    """What an instruction takes or gives: "bf16[8,64]" is Array("bfloat16", (8, 64))."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes in memory."""
+        bits = re.search(r"\d+", self.dtype)
+        return self.size * int(bits[0] if bits else 8) // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """`name = results opcode(operands), attributes`."""
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]  # several of a tuple
+    operands: tuple[str, ...]  # names; of a constant, its text
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def op_name(self) -> str:
+        """JAX's name scopes and primitive: "jit(loss)/transpose(jvp(Decoder))/dot_general"."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1] if found else ""
+
+    @functools.cached_property
+    def called(self) -> tuple[str, ...]:
+        """The names of the computations that it runs."""
+        found = re.findall(
+            rf"\b({'|'.join(_CALLED)})=\{{?([^{{}}]*?)\}}?(?=, [\w\-]+=|$)", self._plain
+        )
+        return tuple(name.strip().lstrip("%") for _, names in found for name in names.split(","))
+
+    @functools.cached_property
+    def _plain(self) -> str:
+        return re.split(r",? ?(?:metadata|backend_config)=", self.attributes)[0]
+
+
+Computation = dict[str, Instruction]
+
+_CALLED = (
+    "calls",
+    "to_apply",
+    "body",
+    "condition",
+    "branch_computations",
+    "true_computation",
+    "false_computation",
+    "called_computations",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The computations of a program by their names."""
+
+    computations: dict[str, Computation]
+    entry: str
+    frames: dict[int, tuple[int, Source]]  # of the lines that called: the caller's, and the line
+
+    def runs(self) -> Iterator["Run"]:
+        """Every instruction that is run, of loops and calls as often as they are."""
+        yield from self._runs(self.entry, 1, "", ())
+
+    def source_of(self, run: "Run") -> Source:
+        """The innermost line around an instruction that is the user's own."""
+        lines = []
+        for instruction in (run.instruction, *reversed(run.calls)):
+            found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+            frame = int(found[1]) if found else 0
+            while frame in self.frames:
+                frame, line = self.frames[frame]
+                lines.append(line)
+        return innermost(lines)
+
+    def _runs(
+        self, name: str, times: int, stack: str, calls: tuple[Instruction, ...]
+    ) -> Iterator["Run"]:
+        computation = self.computations[name]
+        for instruction in computation.values():
+            own = instruction.op_name
+            # A function that is called has names of its own.
+            inner = own if own.startswith("jit(") or not stack else f"{stack}/{own}"
+            yield Run(instruction, computation, times, inner or stack, calls)
+            repeated = times
+            if instruction.opcode == "while":
+                repeated *= self._trip_count(instruction, computation)
+            for callee in instruction.called:
+                inside = (*calls, instruction)
+                yield from self._runs(callee, repeated, inner or stack, inside)
+
+    def _trip_count(self, loop: Instruction, computation: Computation) -> int:
+        """How often a loop is known to run; one if it is not known."""
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+            return int(known[1])
+        # Before it is compiled: JAX counts from a constant, while less than a constant.
+        [condition] = re.findall(r"condition=%?([\w.\-]+)", loop.attributes)
+        inside = self.computations[condition]
+        [root] = [i for i in inside.values() if i.is_root]
+        if root.opcode != "compare" or "direction=LT" not in root.attributes:
+            return 1
+        counter, limit = (inside[name] for name in root.operands)
+        start = computation[loop.operands[0]]
+        if index := re.search(r"index=(\d+)", counter.attributes):
+            if start.opcode == "tuple":
+                start = computation[start.operands[int(index[1])]]
+            if limit.opcode == start.opcode == "constant":
+                return max(int(limit.operands[0]) - int(start.operands[0]), 0)
+        return 1
+
+
+class Run(NamedTuple):
+    """An instruction, and where it stands."""
+
+    instruction: Instruction
+    computation: Computation  # that it is in
+    times: int
+    stack: str  # names, its own and those of what calls it
+    calls: tuple[Instruction, ...]  # that it is inside of
+
+    @property
+    def operands(self) -> list[Array]:
+        """What it takes."""
+        return [self.computation[n].results[0] for n in self.instruction.operands]
+
+
+_INSTRUCTION = re.compile(
+    r"\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<results>\((?:[^()]|\([^()]*\))*\)|\S+) "
+    r"(?P<opcode>[\w\-]+)\((?P<operands>.*?)\)(?:, (?P<attributes>.*)|$)"
+)
+_COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*\) -> .*)?\{$")
+_ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,]*)\]")
+_TABLE = re.compile(r"^(FileNames|FileLocations|StackFrames)\n((?:\d+ .*\n)*)", re.MULTILINE)
+
+
+def parse(text: str) -> Program:
+    """A program from `lowered.as_text("hlo", debug_info=True)` or `compiled.as_text()`."""
+    computations: dict[str, Computation] = {}
+    entry, current = "", {}
+    for line in text.splitlines():
+        if match := _INSTRUCTION.match(line):
+            operands = match["operands"].split(", ") if match["operands"] else []
+            names = (re.sub(r"/\*.*?\*/", "", o).split(" ")[-1].lstrip("%") for o in operands)
+            arrays = tuple(_array(*found) for found in _ARRAY.findall(match["results"]))
+            current[match["name"]] = Instruction(
+                match["name"],
+                match["opcode"],
+                arrays,
+                tuple(names),
+                match["attributes"] or "",
+                bool(match["root"]),
+            )
+        elif match := _COMPUTATION.match(line):
+            current = computations[match["name"]] = {}
+            entry = match["name"] if match["entry"] else entry
+    return Program(computations, entry, _frames(text))
+
+
+_KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
+
+
+def _array(dtype: str, dimensions: str) -> Array:
+    shape = tuple(int(n) for n in dimensions.split(",") if n)
+    if dtype == "pred":
+        return Array("bool", shape)
+    kind, bits, variant = re.fullmatch(r"([a-z]+)(\d+)?(\w*)", dtype).groups()  # type: ignore[union-attr]
+    name = f"{_KINDS.get(kind, kind)}{bits or ''}"
+    return Array(f"{name}_{variant}" if variant else name, shape)
+
+
+def _frames(text: str) -> dict[int, tuple[int, Source]]:
+    """The lines that called, as tables of numbers say."""
+    tables = {
+        name: dict(line.split(" ", 1) for line in lines.splitlines())
+        for name, lines in _TABLE.findall(text)
+    }
+
+    def numbers(row: str) -> dict[str, int]:
+        return {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", row)}
+
+    lines = {}
+    for key, row in tables.get("FileLocations", {}).items():
+        place = numbers(row)
+        file = tables["FileNames"][str(place["file_name_id"])].strip('"')
+        lines[int(key)] = Source(file, place["line"])
+    frames = {int(key): numbers(row) for key, row in tables.get("StackFrames", {}).items()}
+    # The first has no caller: some versions write 0, and others are one too high throughout.
+    zero = frames[1].get("parent_frame_id", 0) if frames else 0
+    return {
+        key: (row.get("parent_frame_id", zero) - zero, lines[row["file_location_id"]])
+        for key, row in frames.items()
+    }

@@ -1,0 +1,62 @@
+"""The products of a function as JAX traces it."""
+
+import collections
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from jmp_kit.autocast import PRODUCTS, Flow, names_in, products_in, pruned, stack_of, traced
+from jmp_kit.numerics._audited import Audit, Product
+from jmp_kit.numerics._sources import source_of
+
+
+def audit_traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Audit:
+    """The products of a function, whose arguments may be abstract arrays."""
+    flow = Flow(PRODUCTS, every=True)
+    jaxpr, arguments = traced(fun, *args, **kwargs)
+    # Of the forward products that the gradient does not need, the line and the path still tell.
+    forward: dict[str, set[str]] = collections.defaultdict(set)
+    for eqn, calls, paths, _ in products_in(jaxpr, arguments, flow):
+        stack = stack_of(eqn, calls)
+        if not is_backward(stack):
+            forward[str(source_of(eqn, calls))].add(_path(stack, paths))
+    products, opaque = [], []
+    for eqn, calls, paths, times in products_in(pruned(jaxpr), arguments, flow):
+        stack, source, kind = stack_of(eqn, calls), str(source_of(eqn, calls)), eqn.primitive.name
+        path, backward = _path(stack, paths), is_backward(stack)
+        if kind not in PRODUCTS:
+            opaque.append(f"{kind} {source} {path}".rstrip())
+            continue
+        # A weight's gradient takes no weight: it is called as the forward product of its line.
+        if backward and not names_in(stack) and len(forward[source]) == 1:
+            [path] = forward[source]
+        out, flops = eqn.outvars[0].aval, times * _flops(eqn)
+        shape, (lhs, rhs) = tuple(out.shape), (str(atom.aval.dtype) for atom in eqn.invars[:2])
+        dtypes = lhs, rhs, str(out.dtype)
+        products.append(Product(source, path, kind, shape, *dtypes, flops, backward, times))
+    return Audit("traced", jax.default_backend(), tuple(products), tuple(opaque))
+
+
+def is_backward(stack: str) -> bool:
+    """Whether an operation of these names belongs to a backward pass."""
+    return "transpose(" in stack
+
+
+def _path(stack: str, paths: Iterable[str]) -> str:
+    return names_in(stack) or " ".join(sorted(filter(None, paths)))
+
+
+def _flops(eqn: Any) -> int:
+    """Two for each multiplication."""
+    lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    size = math.prod(eqn.outvars[0].aval.shape)
+    if eqn.primitive.name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        return 2 * size * math.prod(lhs[i] for i in contracting)
+    if eqn.primitive.name == "conv_general_dilated":
+        features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * size * math.prod(rhs) // features
+    ((contracting, _), _) = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    return 2 * size * math.prod(lhs[i] for i in contracting)
