@@ -78,12 +78,7 @@ def restore(
 
     Source: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpointing_pytrees.html
     """
-    if "://" in str(directory):
-        raise ValueError(
-            f"The directory is {directory}, but restore reads local ones: copy the checkpoint, or "
-            "read it with Orbax and pass what it gave to jmp_kit.convert_precision."
-        )
-    (_, path), *others = _checkpoints(pathlib.Path(directory).absolute(), step).items()
+    (_, path), *others = _checkpoints(directory, step).items()
     try:
         state = _read(path, like)
     except Exception as error:
@@ -98,8 +93,50 @@ def restore(
     return convert_precision(state, like, params=params, exact=exact)
 
 
-def _checkpoints(directory: pathlib.Path, step: int | None) -> dict[int | None, pathlib.Path]:
+def read(directory: Any, step: int | None = None) -> Any:
+    """What was saved last, or at one step, as it was saved: dicts and lists of NumPy arrays.
+
+    To look at, where the program that saved it is not at hand; to train on, use `restore`.
+
+    Args:
+      directory: as `restore` takes it.
+      step: which one; None for the latest.
+
+    Returns:
+      The state.
+
+    Raises:
+      FileNotFoundError: if there is no checkpoint in `directory`, or none of that step.
+      ValueError: if `directory` is not local, or the checkpoint cannot be read.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp, orbax.checkpoint as ocp
+      >>> from jmp_kit import checkpoint
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     with ocp.CheckpointManager(directory) as manager:
+      ...         saved = manager.save(7, args=ocp.args.StandardSave({"w": jnp.ones(2)}))
+      ...     checkpoint.read(directory)
+      {'w': array([1., 1.], dtype=float32)}
+    """
+    (_, path), *others = _checkpoints(directory, step).items()
+    try:
+        return _read(path, {})
+    except Exception as error:
+        if isinstance(error, MemoryError):
+            raise
+        problem = f"The checkpoint {path} cannot be read: {_reason(error)}"
+        raise ValueError(f"{problem} {_advice(others)}") from error
+
+
+def _checkpoints(directory: Any, step: int | None) -> dict[int | None, pathlib.Path]:
     """The checkpoint of a step, or the latest, and those before it; or the directory itself."""
+    if "://" in str(directory):
+        raise ValueError(
+            f"The directory is {directory}, but restore reads local ones: copy the checkpoint, or "
+            "read it with Orbax and pass what it gave to jmp_kit.convert_precision."
+        )
+    directory = pathlib.Path(directory).absolute()
     if step is None and _is_checkpoint(directory):
         return {None: directory}
     steps = {}

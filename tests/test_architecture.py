@@ -26,6 +26,7 @@ FLOORS = {
     "linen": 5,
     "nnx": 5,
     "numerics": 5,
+    "cli": 6,
     "__init__": 7,
 }
 

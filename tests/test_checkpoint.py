@@ -17,7 +17,7 @@ import pytest
 
 import jmp_kit
 from jmp_kit import DynamicLossScale, mixed_precision
-from jmp_kit.checkpoint import restore
+from jmp_kit.checkpoint import read, restore
 
 # optax itself promotes: see the fixture.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -307,3 +307,17 @@ def test_a_process_killed_twenty_times_ends_with_the_same_bits(tmp_path):
     assert result["during_save"] >= 1
     assert len(set(result["steps"])) >= 5
     assert result["ends"][0] == result["ends"][1]
+
+
+def test_what_was_saved_can_be_read_without_the_program(two_steps, tmp_path):
+    state, latest = trained(jnp.bfloat16, "remainder", 0), read(two_steps)
+    assert sorted(latest) == sorted(state)
+    assert {type(x) for x in jax.tree.leaves(latest["params"])} == {np.ndarray}
+    assert read(two_steps, 2)["step"] != latest["step"]
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 3"):
+        read(two_steps, 3)
+    with pytest.raises(ValueError, match="not local|reads local ones"):
+        read("bucket://run")
+    (tmp_path / "_METADATA").write_text("{")
+    with pytest.raises(ValueError, match=r"cannot be read: ValueError: .*_METADATA is no JSON"):
+        read(tmp_path)

@@ -135,6 +135,5 @@ def _table(unit: str, rows: Iterable[tuple[int, str, Product | Convert]]) -> str
         kinds[found.source, which, dtypes, found.path].append(number)
     cells = [(unit, "times", "source", "pass", "dtypes", "path")]
     for (source, which, dtypes, path), numbers in kinds.items():
-        short = path if len(path) <= 40 else f"…{path[-39:]}"
-        cells.append((count(sum(numbers)), str(len(numbers)), source, which, dtypes, short))
+        cells.append((count(sum(numbers)), str(len(numbers)), source, which, dtypes, path))
     return table(cells)

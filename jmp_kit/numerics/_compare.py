@@ -2,7 +2,6 @@
 
 import dataclasses
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import path_names
 from jmp_kit.autocast import autocast
 from jmp_kit.numerics._exponents import recommend_loss_scale
+from jmp_kit.numerics._progress import line
 from jmp_kit.numerics._tables import table
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
@@ -46,17 +46,18 @@ class Comparison:
     rows: tuple[Compared, ...]
 
     def __str__(self) -> str:
-        head = ("policy", "step, ms", "faster", "MiB", "loss error", "gradient error", "cosine")
+        head = ("policy", "ms", "faster", "MiB", "loss error", "gradient error", "cosine", "worst")
         first = self.rows[0]
         cells = [
             (
                 row.policy,
                 f"{row.step_ms:.3g}",
                 f"{first.step_ms / row.step_ms:.2f}×",
-                "unknown" if row.memory_mib is None else f"{row.memory_mib:,.1f}",
+                mebibytes(row.memory_mib),
                 f"{row.loss_error:.1e}",
-                f"{row.gradient_error:.1e} (worst {row.worst_error:.1e} {row.worst_leaf})",
+                f"{row.gradient_error:.1e}",
                 f"{row.cosine:.6f}",
+                f"{row.worst_error:.1e} {row.worst_leaf}",
             )
             for row in self.rows
         ]
@@ -108,7 +109,7 @@ def compare(
     if steps < 1:
         raise ValueError(f"steps is {steps}, but a median needs at least 1.")
     read = {str(policy): as_policy(policy) for policy in policies}
-    tell = on_progress or _line
+    tell = on_progress or line
     tell("compiling float32, highest")
     with jax.default_matmul_precision("highest"):
         programs = {HIGHEST: _compiled(loss_fn, "float32", NoOpLossScale(), params, batch)}
@@ -154,6 +155,13 @@ def compare(
 HIGHEST = "float32, highest"
 
 
+def mebibytes(number: float | None) -> str:
+    """In as many digits as tell something."""
+    if number is None:
+        return "unknown"
+    return f"{number:,.1f}" if number >= 10 else f"{number:.2g}"
+
+
 def _compiled(
     loss_fn: Callable[..., Any], policy: Any, loss_scale: LossScale, params: Any, batch: Any
 ) -> Any:
@@ -184,9 +192,3 @@ def _norm(arrays: Sequence[np.ndarray]) -> float:
 def _distance(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:
     distance = _norm([x - y for x, y in zip(a, b, strict=True)])
     return distance / max(_norm(b), 1e-300) if distance else 0.0
-
-
-def _line(text: str) -> None:
-    if sys.stderr.isatty():  # pragma: no cover  (the tests have no terminal)
-        sys.stderr.write(f"\r\x1b[K{text}")
-        sys.stderr.flush()

@@ -100,7 +100,7 @@ def underflow(tree: Any, dtype: DTypeLike, loss_scale: Any = 1.0) -> jax.Array:
       >>> jmp_kit.numerics.underflow(grads, jnp.float16, loss_scale=1024.0)
       Array(0., dtype=float32)
     """
-    dtype = _floating(dtype)
+    dtype = floating(dtype)
     scale = jnp.asarray(getattr(loss_scale, "loss_scale", loss_scale), jnp.float32)
     arrays = _arrays(tree)
     flushed = sum(
@@ -134,7 +134,7 @@ def recommend_loss_scale(tree: Any, dtype: DTypeLike) -> float:
       >>> jmp_kit.numerics.recommend_loss_scale(grads, jnp.float16)
       4194304.0
     """
-    dtype = _floating(dtype)
+    dtype = floating(dtype)
     arrays = _arrays(tree)
     bad = sum(int((~jnp.isfinite(x)).sum()) for x in arrays)
     if bad:
@@ -168,12 +168,16 @@ def _arrays(tree: Any) -> list[jax.Array]:
     return [jnp.asarray(x) for x in jax.tree.leaves(tree) if _is_floating(x)]
 
 
-def _floating(dtype: DTypeLike) -> np.dtype:
-    found = jnp.dtype(dtype)
-    if not jnp.issubdtype(found, jnp.floating):
+def floating(dtype: DTypeLike) -> np.dtype:
+    """The dtype, if it is a floating-point one."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
-            f"The dtype is {found}, which has no exponents. Write a floating-point one, such as "
-            "jnp.float16, jnp.bfloat16 or jnp.float8_e4m3fn."
+            f"The dtype is {found or dtype!r}, which has no exponents. Write a floating-point one, "
+            "such as float16, bfloat16 or float8_e4m3fn."
         )
     return found
 

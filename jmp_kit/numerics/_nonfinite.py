@@ -36,6 +36,10 @@ class NonFinite:
     backward: bool
     suggestion: str  # what to do, where that is clear
 
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        return dataclasses.asdict(self)
+
     def __str__(self) -> str:
         where = " ".join(filter(None, (self.source, self.path)))
         loops = f" in iteration {', '.join(map(str, self.iteration))}" if self.iteration else ""

@@ -2,14 +2,16 @@
 
 import collections
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_kit.numerics._audited import Audit
+from jmp_kit.numerics._compare import Comparison, mebibytes
 from jmp_kit.numerics._exponents import LOWEST
+from jmp_kit.numerics._tables import percent, shortened
 from jmp_kit.numerics._watch import total_histogram
 
 _NO_MATPLOTLIB = 'Plots need matplotlib. Install it with pip install "jmp-kit[plot]".'
@@ -139,11 +141,12 @@ def plot_audit(audit: Audit) -> Any:
     for product in audit.products:
         flops[product.path or product.source][not product.is_half] += product.flops
     figure, axes = _axes(9, 1.2 + 0.3 * len(flops))
-    names = [name if len(name) <= 40 else f"…{name[-39:]}" for name in flops]
+    names = [shortened(name, 40) for name in flops]
     rows = np.arange(len(names))
     half, wide = (np.array([pair[i] for pair in flops.values()], float) for i in (0, 1))
-    axes.barh(rows, half, color=_BLUE, label=f"half: {audit.half_fraction:.1%}")
-    axes.barh(rows, wide, left=half, color=_RED, label=f"wider: {1 - audit.half_fraction:.1%}")
+    axes.barh(rows, half, color=_BLUE, label=f"half: {percent(audit.half_fraction)}")
+    wider = f"wider: {percent(1 - audit.half_fraction)}"
+    axes.barh(rows, wide, left=half, color=_RED, label=wider)
     axes.set_yticks(rows, names)
     axes.invert_yaxis()
     axes.set(xlabel=f"FLOPs ({audit.level})")
@@ -151,13 +154,54 @@ def plot_audit(audit: Audit) -> Any:
     return figure
 
 
-def _axes(width: float, height: float) -> tuple[Any, Any]:
+def plot_comparison(comparison: Comparison) -> Any:
+    """Step time, memory and the gradient's error under each policy.
+
+    Args:
+      comparison: what `compare` gives.
+
+    Returns:
+      A matplotlib Figure.
+
+    Raises:
+      ImportError: if matplotlib is not installed.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jmp_kit import numerics
+      >>> loss_fn = lambda params, x: jnp.mean((x @ params["w"]) ** 2)
+      >>> found = numerics.compare(loss_fn, {"w": jnp.eye(8)}, jnp.ones((4, 8)), steps=1)
+      >>> [axes.get_xlabel() for axes in numerics.plot_comparison(found).axes]
+      ['step, ms', 'memory, MiB', 'error of the gradient']
+    """
+    rows = comparison.rows
+    figure, *all_axes = _axes(11, 1.4 + 0.35 * len(rows), columns=3)
+    panels: list[tuple[str, list[float | None], Callable[[Any], str]]] = [
+        ("step, ms", [row.step_ms for row in rows], "{:.3g}".format),
+        ("memory, MiB", [row.memory_mib for row in rows], mebibytes),
+        ("error of the gradient", [row.gradient_error for row in rows], "{:.1e}".format),
+    ]
+    places = range(len(rows))
+    for axes, (label, values, written) in zip(all_axes, panels, strict=True):
+        bars = axes.barh(places, [value or 0 for value in values], color=_BLUE)
+        axes.bar_label(bars, list(map(written, values)), padding=3)
+        first = axes is all_axes[0]
+        axes.set_yticks(places, [row.policy if first else "" for row in rows])
+        axes.invert_yaxis()
+        axes.margins(x=0.3)
+        axes.set(xlabel=label)
+    figure.suptitle(comparison.device)
+    return figure
+
+
+def _axes(width: float, height: float, columns: int = 1) -> tuple[Any, ...]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(_NO_MATPLOTLIB) from error
     # Not pyplot's: nobody else's figures and backends are touched.
     figure = Figure(figsize=(width, height), layout="constrained", dpi=120)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    all_axes = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
+    for axes in all_axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, *all_axes

@@ -1,15 +1,29 @@
 """Tables for a terminal."""
 
+import shutil
 from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells, the first a heading, in columns as wide as they need."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Rows of cells, the first a heading, in columns as wide as they need.
+
+    Of the last column, paths as a rule, the ends are shown that fit the terminal.
+    """
+    *widths, last = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = shutil.get_terminal_size((120, 24)).columns
+    last = min(last, max(columns - sum(widths) - 2 * len(widths), 20))
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+        "  ".join(
+            cell.ljust(width)
+            for cell, width in zip((*cells, shortened(end, last)), (*widths, 0), strict=True)
+        ).rstrip()
+        for *cells, end in rows
     )
+
+
+def shortened(text: str, length: int) -> str:
+    """The end of a text that is longer."""
+    return text if len(text) <= length else f"…{text[1 - length :]}"
 
 
 def count(number: float) -> str:

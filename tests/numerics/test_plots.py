@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jmp_kit import numerics
+from jmp_kit.numerics._compare import Compared, Comparison
 
 
 def legend(figure):
@@ -51,6 +52,19 @@ def test_the_audit_a_bar_for_each_path():
     assert all(len(name) <= 40 for name in names)
     widths = [bar.get_width() for bar in figure.axes[0].patches]
     assert sum(widths) == sum(p.flops for p in found.products)
+
+
+def test_a_comparison_a_panel_for_each_question():
+    def row(policy, memory):
+        return Compared(policy, 2.0, memory, 1.0, 0.0, 0.01, 0.02, "w", 1.0, 1.0)
+
+    rows = row("float32, highest", 1234.5), row("mixed_bfloat16", None)
+    figure = numerics.plot_comparison(Comparison("a device", rows))
+    time, memory, error = figure.axes
+    assert [t.get_text() for t in time.get_yticklabels()] == ["float32, highest", "mixed_bfloat16"]
+    assert [t.get_text() for t in memory.texts] == ["1,234.5", "unknown"]
+    assert [bar.get_width() for bar in error.patches] == [0.01, 0.01]
+    assert figure.get_suptitle() == "a device"
 
 
 def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch):
