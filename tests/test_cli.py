@@ -83,7 +83,7 @@ def test_compare(folder, capsys):
 
 def test_locate(folder, capsys):
     code, output, _ = run(capsys, "locate programs_of_cli:overflows")
-    assert (code, "float32 log gives nan: programs_of_cli.py:17" in output) == (1, True)
+    assert (code, "float32 log gives nan: programs_of_cli.py:16" in output) == (1, True)
     code, output, _ = run(capsys, "locate programs_of_cli:overflows --json")
     assert (code, json.loads(output)["primitive"]) == (1, "log")
     assert run(capsys, "locate programs_of_cli:loss")[:2] == (0, "all is finite\n")

@@ -1,29 +1,39 @@
 """Histograms of gradients over a run, kept by the optimizer's state."""
 
+import dataclasses
 import functools
+import itertools
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jmp_kit.numerics._exponents import ExponentHistogram, exponent_histogram
+from jmp_kit._tree import register_state
+from jmp_kit.numerics._exponents import HIGHEST, LOWEST, ExponentHistogram, exponent_histogram
+
+_BINS = HIGHEST - LOWEST + 1
 
 
-class WatchState(NamedTuple):
+@register_state
+@dataclasses.dataclass(frozen=True)
+class WatchState:
     """What `watch` keeps."""
 
     steps: jax.Array  # int32[], updates seen
     collected: jax.Array  # int32[], of these collected
-    histograms: Any  # as `exponent_histogram` gives, float32 counts, summed
+    # float32[arrays, 279]: summed counts, zeros and what is not finite, of each array in order. In
+    # one array, for each that goes into a step and comes out of it takes some microseconds.
+    counts: jax.Array
+    structure: Any = dataclasses.field(metadata={"static": True})  # of the tree of histograms
 
 
 def watch(every: int = 100) -> optax.GradientTransformation:
     """An optax transformation that changes nothing and counts exponents of every Nth update.
 
-        if steps % every == 0: histograms += exponent_histogram(updates)
+        if steps % every == 0: counts += exponent_histogram(updates)
 
     Put it where the values to watch pass: first in a chain for gradients, last for updates. Inside
     `mixed_precision` gradients are the true ones, and those of skipped steps are left out. Nothing
@@ -55,23 +65,25 @@ def watch(every: int = 100) -> optax.GradientTransformation:
         raise ValueError(f"every is {every!r}, but has to be a number of steps: 1, 100, …")
 
     def init(params: Any) -> WatchState:
-        def empty(histogram: ExponentHistogram) -> ExponentHistogram:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), histogram)
-
+        found, structure = jax.tree.flatten(jax.eval_shape(exponent_histogram, params))
         zero = jnp.zeros((), jnp.int32)
-        return WatchState(zero, zero, empty(jax.eval_shape(exponent_histogram, params)))
+        size = sum(x.size for x in found)
+        counts = jnp.zeros((size // (_BINS + 2), _BINS + 2), jnp.float32)
+        return WatchState(zero, zero, counts, structure)
 
     def update(updates: Any, state: WatchState, params: Any = None) -> tuple[Any, WatchState]:
         del params
 
-        def collect() -> Any:
-            found = exponent_histogram(updates)
-            return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), state.histograms, found)
+        def collect() -> jax.Array:
+            found = jax.tree.leaves(exponent_histogram(updates))
+            # Where there is nothing to watch, there is nothing to join.
+            joined = jnp.concatenate([jnp.zeros(0, jnp.int32), *(x.ravel() for x in found)])
+            return state.counts + joined.reshape(state.counts.shape).astype(jnp.float32)
 
         now = state.steps % every == 0
-        histograms = lax.cond(now, collect, lambda: state.histograms)
+        counts = lax.cond(now, collect, lambda: state.counts)
         collected = state.collected + now.astype(jnp.int32)
-        return updates, WatchState(state.steps + 1, collected, histograms)
+        return updates, WatchState(state.steps + 1, collected, counts, state.structure)
 
     return optax.GradientTransformation(init, update)
 
@@ -102,7 +114,8 @@ def watched(opt_state: Any) -> Any:
             f"There are {len(found)} WatchStates in this optimizer state, and watched reads one. "
             "Put numerics.watch() into the chain once, or pass the part of the state to read."
         )
-    return found[0].histograms
+    parts = ((row[:_BINS], row[_BINS], row[_BINS + 1]) for row in found[0].counts)
+    return jax.tree.unflatten(found[0].structure, itertools.chain.from_iterable(parts))
 
 
 def total_histogram(tree: Any) -> ExponentHistogram:
