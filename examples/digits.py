@@ -318,7 +318,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     path = pathlib.Path(options.out) / "digits.png"
     plot(runs, path)
-    console.print(f"Loss and loss scale over the steps: {path}")
+    print(f"Loss and loss scale over the steps: {path}")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -354,7 +354,7 @@ def main(arguments: list[str] | None = None) -> None:
     console.rule()
     path = pathlib.Path(options.out) / "gpt.png"
     plot(runs, path)
-    console.print(f"Bits per byte over the steps: {path}")
+    print(f"Bits per byte over the steps: {path}")
 
 
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:

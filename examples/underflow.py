@@ -155,9 +155,9 @@ def main(arguments: list[str] | None = None) -> None:
     path = pathlib.Path(options.out) / "underflow.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = numerics.plot_exponents(seen.histograms, jnp.float16, loss_scale=scale)
-    figure.axes[0].set_title("Gradients of the digits network over the run")
+    figure.suptitle("Gradients of the digits network over the run")
     figure.savefig(path)
-    console.print(f"The exponents of all gradients, and the limits of float16: {path}")
+    print(f"The exponents of all gradients, and the limits of float16: {path}")
 
 
 if __name__ == "__main__":

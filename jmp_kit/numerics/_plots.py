@@ -22,7 +22,8 @@ def plot_exponents(tree: Any, dtype: Any = jnp.float16, loss_scale: float = 1.0)
     """Where values lie, what a dtype would flush to zero of them, and what a loss scale saves.
 
     In the manner of the figure of https://arxiv.org/abs/1710.03740: a bar for each exponent, zeros
-    apart, a line at the smallest subnormal and one at the smallest normal number.
+    apart, a line at the smallest subnormal and one at the smallest normal number. The share is on a
+    logarithmic axis.
 
     Args:
       tree: what `exponent_histogram` or `watched` gives: of true gradients.
@@ -59,30 +60,32 @@ def plot_exponents(tree: Any, dtype: Any = jnp.float16, loss_scale: float = 1.0)
     ]
     for chosen, colour, name in groups:
         if share[chosen].any():
-            label = f"{name}: {share[chosen].sum():.2f}%"
+            label = f"{name}: {share[chosen].sum():.3g}%"
             axes.bar(exponents[chosen], share[chosen], width=0.9, color=colour, label=label)
     known = exponents[share > 0]
     low = float(min([smallest - shift, *known])) - 2
     high = float(max([normal, *known])) + 2
     zeros = 100 * float(histogram.zeros) / max(counts.sum() + float(histogram.zeros), 1)
-    axes.bar([low - 3], [zeros], width=0.9, color=_GREY, label=f"zeros: {zeros:.2f}%")
-    for exponent, name in ((smallest, "smallest subnormal"), (normal, "smallest normal")):
+    axes.bar([low - 3], [zeros], width=0.9, color=_GREY, label=f"zeros: {zeros:.3g}%")
+    limits = (smallest, "smallest subnormal", "right"), (normal, "smallest normal", "left")
+    for exponent, name, side in limits:
         axes.axvline(exponent - 0.5, color="black", linestyle=":")
         axes.annotate(
             f"{name} {jnp.dtype(dtype)}: $2^{{{exponent}}}$",
             (exponent - 0.5, 1),
-            (-3, -4),
+            (0, 3),
             xycoords=("data", "axes fraction"),
             textcoords="offset points",
-            rotation=90,
-            ha="right",
-            va="top",
+            ha=side,
+            va="bottom",
             fontsize=8,
         )
     axes.set(
         xlim=(low - 4, high),
         xlabel="exponent e of a value, 2^e <= |x| < 2^(e+1)",
         ylabel="share of all values, %",
+        ylim=(min([*share[share > 0], 1]) / 2, 100),
+        yscale="log",  # the tail is what matters, and it is small
     )
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return figure
