@@ -16,6 +16,7 @@ from jmp_kit._loss_scale import LossScale as LossScale
 from jmp_kit._loss_scale import NoOpLossScale as NoOpLossScale
 from jmp_kit._loss_scale import StaticLossScale as StaticLossScale
 from jmp_kit._loss_scale import DynamicLossScale as DynamicLossScale
+from jmp_kit._gather import gather_params as gather_params
 from jmp_kit._grad import value_and_grad as value_and_grad
 from jmp_kit._grad import grad as grad
 from jmp_kit.autocast import autocast as autocast
@@ -23,6 +24,7 @@ from jmp_kit.autocast import full_precision as full_precision
 from jmp_kit.autocast import PRODUCTS as PRODUCTS
 from jmp_kit.optim import MixedPrecisionState as MixedPrecisionState
 from jmp_kit.optim import mixed_precision as mixed_precision
+from jmp_kit.optim import state_shardings as state_shardings
 from jmp_kit.optim import master_params as master_params
 from jmp_kit.optim import loss_scale_of as loss_scale_of
 from jmp_kit.optim import convert_precision as convert_precision

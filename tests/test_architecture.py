@@ -19,6 +19,7 @@ FLOORS = {
     "rounding": 1,
     "_policy": 1,
     "_loss_scale": 2,
+    "_gather": 3,
     "_grad": 3,
     "autocast": 3,
     "optim": 4,

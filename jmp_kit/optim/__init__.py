@@ -7,3 +7,4 @@ from jmp_kit.optim._inspect import raise_if_diverged as raise_if_diverged
 from jmp_kit.optim._master_params import master_params as master_params
 from jmp_kit.optim._mixed_precision import MixedPrecisionState as MixedPrecisionState
 from jmp_kit.optim._mixed_precision import mixed_precision as mixed_precision
+from jmp_kit.optim._shardings import state_shardings as state_shardings

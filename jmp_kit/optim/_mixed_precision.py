@@ -19,6 +19,7 @@ from jmp_kit.optim._moments import (
     parse_moment_dtype,
     widen_state,
 )
+from jmp_kit.optim._shardings import beside_parameters
 from jmp_kit.rounding import round_to
 
 
@@ -197,10 +198,11 @@ def mixed_precision(
             return keep(widened(param), param.dtype, key)[1] if is_narrow(param) else None
 
         masters = jax.tree.map(kept, params, keys_like(key, params))
-        inner_state = inner.init(jax.tree.map(full_value, params, masters))
+        full = jax.tree.map(full_value, params, masters)
+        inner_state = inner.init(full)
         if moment_dtype is not None:
             inner_state = cast_moments(inner_state, moment_dtype)
-        return MixedPrecisionState(
+        state = MixedPrecisionState(
             # Copied: a train step that donates its state would delete the caller's loss scale.
             loss_scale=jax.tree.map(jnp.array, loss_scale),
             inner_state=jax.tree.map(_strongly_typed, inner_state),
@@ -210,6 +212,7 @@ def mixed_precision(
             consecutive_skipped=jnp.zeros((), jnp.int32),
             key=jax.random.key_data(key) if random else None,
         )
+        return beside_parameters(state, full)
 
     def check_kept(path: Any, param: Any, kept: Any) -> None:
         keeps = is_narrow(param) and master not in ("stochastic", "none")
