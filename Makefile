@@ -12,7 +12,7 @@ demo: $(VENV)/installed         ## train a network on digits under three policie
 	$(RUN) examples/digits.py
 
 test: $(VENV)/installed         ## the whole suite, doctests included
-	$(RUN) -m pytest -n 2 --cov --cov-report=term $(ARGS)
+	$(RUN) -m pytest -n 2 --dist worksteal --cov --cov-report=term $(ARGS)
 
 lint: $(VENV)/installed         ## ruff and mypy
 	$(VENV)/bin/ruff check .

@@ -25,7 +25,7 @@ from sklearn.datasets import load_digits
 import jmp_kit
 from jmp_kit import checkpoint
 
-STEPS, EVERY = 200, 2
+STEPS, EVERY = 120, 2
 
 
 def train(directory: pathlib.Path) -> None:

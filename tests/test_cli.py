@@ -114,7 +114,7 @@ def test_histogram(folder, capsys):
     assert (code, output) == (2, "")
     assert "--only matches none of the paths params/b, params/w, step" in error
     assert "no checkpoint of step 5" in run(capsys, "histogram run --step 5")[2]
-    assert "dtype is 'int7'" in run(capsys, "histogram run --dtype int7")[2]
+    assert "dtype is int7" in run(capsys, "histogram run --dtype int7")[2]
 
 
 @pytest.mark.parametrize(

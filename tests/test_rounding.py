@@ -11,6 +11,9 @@ from jax import lax
 
 from jmp_kit.rounding import join_float32, round_to, split_float32, stochastic_round
 
+# For programs that run for long: the other tests' leave LLVM's out (conftest.py).
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
 HALVES = [np.float16, ml_dtypes.bfloat16]
 halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: np.dtype(d).name)
 
@@ -55,7 +58,7 @@ def test_split_and_join_are_exact_for_every_float32():
     """All 2^32 bit patterns: equal after a round trip, NaN still NaN in both forms."""
     block = 2**24
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=OPTIMISED)
     def wrong(start):
         bits = start + lax.iota(jnp.uint32, block)
         x = lax.bitcast_convert_type(bits, jnp.float32)
@@ -107,7 +110,7 @@ def test_stochastic_rounding_is_unbiased(dtype):
     values = jnp.asarray(UNEVEN, jnp.float32)
     below, above = _neighbours(np.asarray(values), dtype)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=OPTIMISED)
     def ups(key):
         """How many draws of a thousandth went up, per value."""
         x = jnp.broadcast_to(values, (DRAWS // 1000, len(UNEVEN)))

@@ -176,8 +176,8 @@ def floating(dtype: DTypeLike) -> np.dtype:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ValueError(
-            f"The dtype is {found or dtype!r}, which has no exponents. Write a floating-point one, "
-            "such as float16, bfloat16 or float8_e4m3fn."
+            f"The dtype is {dtype if found is None else found}, which has no exponents. Write a "
+            "floating-point one, such as float16, bfloat16 or float8_e4m3fn."
         )
     return found
 

@@ -48,5 +48,5 @@ def test_nothing_and_only_zeros():
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat17"])
 def test_a_dtype_without_exponents(dtype):
-    with pytest.raises(ValueError, match=f"'?{dtype}'?.* which has no exponents. Write"):
+    with pytest.raises(ValueError, match=f"The dtype is {dtype}, which has no exponents"):
         numerics.ranges({"w": jnp.ones(2)}, dtype)

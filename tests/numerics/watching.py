@@ -18,7 +18,7 @@ import jmp_kit
 from examples import digits
 from jmp_kit import numerics
 
-STEPS, TURNS = 100, 5
+STEPS, TURNS = 100, 3
 
 
 def main():
