@@ -1,12 +1,8 @@
-import importlib.metadata
 import os
 
-# Before JAX starts. Programs are optimised by XLA but not by LLVM, for the tests run thousands of
-# small ones, whose compilation would take most of their time. With JAX 0.10 a float16 Kahan master
-# comes out differently without them (tests/optim/test_masters.py), so there they stay.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 12):
-    QUICK = ""
+from tests.compiling import QUICK
+
+# Before JAX starts.
 flags = (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", QUICK)
 os.environ["XLA_FLAGS"] = " ".join(flags)
 

@@ -40,6 +40,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import jmp_kit
 import jmp_kit.checkpoint
 from examples import digits, gpt
+from examples.stdlib_text import load_text
 
 LAYOUTS = ("data", "fully_sharded", "tensor")
 CONFIG = gpt.Config(layers=2, heads=8, width=64, time=32, batch=16, accumulate=1, warmup=20)
@@ -80,13 +81,14 @@ def make_step(
     ask for.
     """
     split = along("data", specs)
-    graphdef, _, rest = nnx.split(shape, nnx.Param, ...)  # random counts, of which it uses none
+    # Beside parameters it has counts of random numbers, of which it draws none.
+    graphdef, _, *rest = nnx.split(shape, nnx.Param, ...)
 
     @jmp_kit.autocast(policy)
     def loss_fn(params: Any, text: jax.Array, weights: jax.Array) -> jax.Array:
         whole = jmp_kit.gather_params(params, split, "data", policy.compute_dtype)
         whole = jax.tree.map(lambda x: x.astype(jnp.float32), whole)  # as the model is written
-        model = nnx.merge(graphdef, whole, rest)
+        model = nnx.merge(graphdef, whole, *rest)
         targets = text[:, 1:].astype(jnp.int32)
         losses = optax.softmax_cross_entropy_with_integer_labels(model(text[:, :-1]), targets)
         return lax.pmean(jnp.mean(losses.mean(axis=1) * weights), "data")
@@ -97,13 +99,13 @@ def make_step(
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    parts = split, along("data", state_specs)
+    state_split, rows = along("data", state_specs), P("data")
     mapped = jax.shard_map(
         step,
         mesh=mesh,
         axis_names={"data"},
-        in_specs=(*parts, P("data"), P("data")),
-        out_specs=(*parts, P()),
+        in_specs=(split, state_split, rows, rows),
+        out_specs=(split, state_split, P()),
     )
     return jax.jit(mapped, donate_argnums=(0, 1))
 
@@ -164,7 +166,7 @@ def train(
     shape = nnx.eval_shape(lambda: gpt.GPT(config, nnx.Rngs(seed)))
     step_fn = make_step(mesh, policy, optimizer, shape, specs, state_specs)
 
-    text, _ = gpt.load_text()
+    text, _ = load_text()
     rows = NamedSharding(mesh, P("data"))
     losses, seconds, done = [], [], 0
     with gpt.checkpoints_in(checkpoint_dir, checkpoint_every) as manager:

@@ -144,8 +144,8 @@ class DynamicLossScale(_Scaling):
     https://deepspeed.readthedocs.io/en/latest/training.html
     """
 
-    loss_scale: jax.Array = 2.0**16  # type: ignore[assignment]  # float32[]
-    counter: jax.Array = 0  # type: ignore[assignment]  # int32[]
+    loss_scale: Any = 2.0**16  # float32[], of any number
+    counter: Any = 0  # int32[], of any number
     period: int = dataclasses.field(default=2000, metadata=_STATIC)
     factor: float = dataclasses.field(default=2, metadata=_STATIC)
     min_loss_scale: float = dataclasses.field(default=1, metadata=_STATIC)

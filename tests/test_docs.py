@@ -27,7 +27,7 @@ def test_the_public_names_are_those_of_the_contract():
         *("split_float32", "join_float32", "stochastic_round"),
         *("Policy", "get_policy", "cast_to_half", "cast_to_full"),
         *("LossScale", "NoOpLossScale", "StaticLossScale", "DynamicLossScale"),
-        *("value_and_grad", "grad"),
+        *("value_and_grad", "grad", "gather_params", "state_shardings"),
         *("autocast", "full_precision", "PRODUCTS"),
         *("mixed_precision", "MixedPrecisionState"),
         *("loss_scale_of", "master_params", "convert_precision", "metrics", "raise_if_diverged"),

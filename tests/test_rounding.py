@@ -10,9 +10,7 @@ import pytest
 from jax import lax
 
 from jmp_kit.rounding import join_float32, round_to, split_float32, stochastic_round
-
-# For programs that run for long: the other tests' leave LLVM's out (conftest.py).
-OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+from tests.compiling import OPTIMISED
 
 HALVES = [np.float16, ml_dtypes.bfloat16]
 halves = pytest.mark.parametrize("dtype", HALVES, ids=lambda d: np.dtype(d).name)

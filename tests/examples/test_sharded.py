@@ -14,16 +14,16 @@ import pytest
 
 import jmp_kit.checkpoint
 from examples import gpt, sharded
+from tests.compiling import QUICK
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for optax.adamw
 
 ROOT = gpt.pathlib.Path(gpt.__file__).parents[1]
-STEPS, OVERFLOW = 50, 7
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+STEPS, OVERFLOWS = 50, (7, 33)
 
 
 def command(*arguments):
-    fixed = f"--layout fully_sharded --devices 4 --steps {STEPS} --overflow {OVERFLOW} --json"
+    fixed = f"--layout fully_sharded --devices 4 --steps {STEPS} --json --overflow 7 33"
     script = str(ROOT / "examples" / "sharded.py")
     return [sys.executable, "-W", "ignore", script, *fixed.split(), *map(str, arguments)]
 
@@ -58,33 +58,27 @@ def undisturbed(tmp_path_factory):
 def in_one_process():
     with jax.numpy_dtype_promotion("standard"):
         return {
-            layout: sharded.train(layout, STEPS, overflows=(OVERFLOW,))
-            for layout in sharded.LAYOUTS
+            layout: sharded.train(layout, STEPS, overflows=OVERFLOWS) for layout in sharded.LAYOUTS
         }
 
 
 def test_every_layout_walks_alike(in_one_process):
     data, split, tensor = (in_one_process[layout] for layout in sharded.LAYOUTS)
     for run in (split, tensor):
-        assert (run.loss_scale, run.skipped) == (data.loss_scale, data.skipped) == (2.0**13, 1)
+        assert (run.loss_scale, run.skipped) == (data.loss_scale, data.skipped) == (2.0**12, 2)
         np.testing.assert_allclose(run.losses, data.losses, rtol=0.01)
-    assert np.flatnonzero(~np.isfinite(data.losses)) == OVERFLOW - 1
+    assert tuple(np.flatnonzero(~np.isfinite(data.losses)) + 1) == OVERFLOWS
     assert data.losses[-1] < 0.6 * data.losses[0]
     # An eighth of the matrices; and tensor parallelism in groups of four, embeddings whole.
     assert split.device_mib < 0.2 * data.device_mib
     assert tensor.device_mib < 0.4 * data.device_mib
 
 
-def test_processes_walk_alike(in_one_process, undisturbed):
-    two, _ = undisturbed
-    four = finished(start("--processes", 4))
-    assert (two["processes"], four["processes"], four["devices"]) == (2, 4, 4)
-    # Between processes sums are taken in the same order, within one in another.
-    assert four["losses"] == two["losses"]
-    one = in_one_process["fully_sharded"]
+def test_two_processes_walk_as_one(in_one_process, undisturbed):
+    one, (two, _) = in_one_process["fully_sharded"], undisturbed
+    assert (two["processes"], two["devices"]) == (2, 4)
     np.testing.assert_allclose(two["losses"], one.losses, rtol=0.01)
-    for run in (two, four):
-        assert (run["loss_scale"], run["skipped"]) == (one.loss_scale, one.skipped)
+    assert (two["loss_scale"], two["skipped"]) == (one.loss_scale, one.skipped)
 
 
 def test_what_two_processes_saved_one_restores(undisturbed):
@@ -92,7 +86,7 @@ def test_what_two_processes_saved_one_restores(undisturbed):
     saved = jmp_kit.checkpoint.read(folder)
     run = sharded.train("fully_sharded", STEPS, checkpoint_dir=folder)
     assert run.losses == []  # it was there already
-    assert (run.loss_scale, run.skipped) == (2.0**13, 1)
+    assert (run.loss_scale, run.skipped) == (2.0**12, 2)
     # To other devices, and back, bit for bit.
     mesh = sharded.make_mesh("data")
     rows = jax.sharding.NamedSharding(mesh, sharded.P("data"))
@@ -108,9 +102,8 @@ def test_what_two_processes_saved_one_restores(undisturbed):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_same_bits(
-    undisturbed, tmp_path
-):
+def test_a_killed_process_ends_the_others_and_four_go_on_to_the_same_bits(undisturbed, tmp_path):
+    """From step 20 or 30 on, an overflow among them: between processes sums have one order."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
@@ -129,7 +122,8 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on_to_the_same_bits(
     assert time.monotonic() - began < 60
     four = finished(start("--processes", 4, "--checkpoint-dir", tmp_path))
     two, whole = undisturbed
-    assert len(four["losses"]) < STEPS
+    assert four["processes"] == 4
+    assert 20 <= len(four["losses"]) <= 30
     assert four["losses"] == two["losses"][-len(four["losses"]) :]
     states = [jax.tree.leaves(jmp_kit.checkpoint.read(f, STEPS)) for f in (folder, whole)]
     for a, b in zip(*states, strict=True):
@@ -158,5 +152,5 @@ def test_bad_arguments_teach(arguments, words, capsys):
 
 def test_a_run_in_a_line(in_one_process):
     line = sharded.told(in_one_process["data"])
-    for words in ("data", "8 devices, 1 process:", "scale 8192, skipped 1", "ms a step"):
+    for words in ("data", "8 devices, 1 process:", "scale 4096, skipped 2", "ms a step"):
         assert words in line
