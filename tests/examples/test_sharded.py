@@ -65,7 +65,7 @@ def in_one_process():
 def test_every_layout_walks_alike(in_one_process):
     data, split, tensor = (in_one_process[layout] for layout in sharded.LAYOUTS)
     for run in (split, tensor):
-        assert (run.loss_scale, run.skipped) == (data.loss_scale, data.skipped) == (2.0**12, 2)
+        assert (run.loss_scale, run.skipped) == (data.loss_scale, data.skipped) == (2.0**11, 2)
         np.testing.assert_allclose(run.losses, data.losses, rtol=0.01)
     assert tuple(np.flatnonzero(~np.isfinite(data.losses)) + 1) == OVERFLOWS
     assert data.losses[-1] < 0.6 * data.losses[0]
@@ -86,7 +86,7 @@ def test_what_two_processes_saved_one_restores(undisturbed):
     saved = jmp_kit.checkpoint.read(folder)
     run = sharded.train("fully_sharded", STEPS, checkpoint_dir=folder)
     assert run.losses == []  # it was there already
-    assert (run.loss_scale, run.skipped) == (2.0**12, 2)
+    assert (run.loss_scale, run.skipped) == (2.0**11, 2)
     # To other devices, and back, bit for bit.
     mesh = sharded.make_mesh("data")
     rows = jax.sharding.NamedSharding(mesh, sharded.P("data"))
@@ -152,5 +152,5 @@ def test_bad_arguments_teach(arguments, words, capsys):
 
 def test_a_run_in_a_line(in_one_process):
     line = sharded.told(in_one_process["data"])
-    for words in ("data", "8 devices, 1 process:", "scale 4096, skipped 2", "ms a step"):
+    for words in ("data", "8 devices, 1 process:", "scale 2048, skipped 2", "ms a step"):
         assert words in line
