@@ -30,8 +30,11 @@ def gather_params(
     The cast comes before the wire, and gradients are summed in `reduce_dtype`, still multiplied by
     the loss scale: where a sum overflows, the step is skipped like any other that does. Call it in
     the loss function, and take the mean of the loss over the devices there, `lax.pmean(loss,
-    axis_name)`: gradients are then those of the mean. Under `autocast` what was gathered is
-    gathered again in the backward pass, and not kept for it.
+    axis_name)`: gradients are then those of the mean.
+
+    What was gathered is kept for the backward pass: a whole copy in `dtype` on every device, while
+    a step runs. With `jax.checkpoint(loss_fn, policy=jax.checkpoint_policies.dots_saveable)` inside
+    `autocast` it is gathered again instead, and nothing else is computed twice that is not anyway.
 
     Under plain `jit` the partitioner does the same by itself: it gathers what `autocast` has cast,
     and sums gradients in the dtype of the product that made them, which is half.

@@ -62,3 +62,13 @@ def test_the_picture_is_of_the_present_program(tmp_path):
         for row in rows:
             assert f">{row.kind}: {row.name}, {row.dtype}<" in text
             assert all(f">{stored}<" in text for stored in row.stored)
+
+
+def test_what_is_said_of_scale_is_what_a_mesh_does(standard_promotion):
+    text = runpy.run_path(str(ROOT / "docs" / "scale.py"))["document"]()
+    assert (ROOT / "docs" / "scale.md").read_text() == text
+    rows = re.findall(r"^\| ([^|]*) \| \d \+ \d \+ \d \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) == 6
+    for name, cells in rows:
+        for formula, measured in (cell.split(", ") for cell in cells.split(" | ")):
+            assert formula == measured, name
