@@ -29,6 +29,7 @@ from benchmarks import (
     programs,
     resnet,
     results,
+    wire,
 )
 
 BENCHMARKS: dict[str, Any] = {
@@ -41,6 +42,7 @@ BENCHMARKS: dict[str, Any] = {
     "optimizer": optimizer,
     "accuracy": accuracy,
     "language": language,
+    "wire": wire,
 }
 
 
@@ -75,7 +77,7 @@ def measure_all(names: list[str], only: re.Pattern[str], options: argparse.Names
     on_cpu = jax.default_backend() == "cpu"
     for name in names:
         module = BENCHMARKS[name]
-        tiny = options.tiny or (on_cpu and module not in (accuracy, language, programs))
+        tiny = options.tiny or (on_cpu and module not in (accuracy, language, programs, wire))
         if tiny and not options.tiny:
             console.print(f"{name} takes toys, without a GPU: it shows that it runs, and no speed.")
         rows = module.run(results.Options(tiny, options.steps, only))

@@ -5,10 +5,7 @@ that kernels read and write. Needs JAX's CUDA plugin: `pip install ".[cuda12]"`.
 """
 
 import dataclasses
-import importlib.util
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental import topologies
 
 import jmp_kit
 from benchmarks import gpt, optimizer
 from benchmarks.compiled import bytes_moved, product_dtypes, program_bytes
+from benchmarks.deviceless import MISSING, deviceless, h200s, has_plugin
 from benchmarks.measuring import Contender
 from benchmarks.models import ResNet
 from benchmarks.results import Column, Options, Row, number
@@ -39,60 +36,17 @@ COLUMNS = [
     Column("read and written, GB", number("bytes_moved", ",.1f", 1e-9)),
 ]
 
-# What XLA has to know of the device.
-H200 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132
-  fpus_per_core: 128
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  l2_cache_size: 52428800
-  memory_bandwidth: 4800000000000
-  device_memory_size: 150000000000
-  clock_rate_ghz: 1.98
-}
-platform_name: "CUDA"
-runtime_version { major: 12 minor: 9 }
-dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H200"
-"""
-
 
 def run(options: Options) -> list[Row]:
     """Every train step of both models, serving, and every optimizer, where no GPU is seen."""
     found = [(group, c.name) for group, c, _ in _programs(options.tiny)]
     names = [f"{group}: {name}" for group, name in found if options.takes(name)]
     if not has_plugin():
-        reason = "JAX's CUDA plugin is not installed: pip install jmp-kit[cuda12]"
         return [
-            {"group": group, "contender": name, "failed": reason}
+            {"group": group, "contender": name, "failed": MISSING}
             for group, _, name in (name.partition(": ") for name in names)
         ]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
-    what = json.dumps({"tiny": options.tiny, "names": names})
-    command = [sys.executable, "-m", "benchmarks.programs", what]
-    printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-    printed.check_returncode()
-    rows: list[Row] = json.loads(printed.stdout.splitlines()[-1])
-    return rows
-
-
-def has_plugin() -> bool:
-    """Whether JAX can compile for a GPU here."""
-    return importlib.util.find_spec("jax_plugins") is not None and any(
-        importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
-    )
+    return deviceless("benchmarks.programs", {"tiny": options.tiny, "names": names})
 
 
 def _programs(tiny: bool) -> Iterator[tuple[str, Contender, Sequence[Any]]]:
@@ -161,13 +115,13 @@ def _compiled(contender: Contender, batch: Sequence[Any], device: Any, make: boo
 def main() -> None:
     """Takes what to compile; prints the rows as JSON."""
     what = json.loads(sys.argv[1])
-    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
+    [device] = h200s(1)
     rows = []
     for group, contender, batch in _programs(what["tiny"]):
         if f"{group}: {contender.name}" in what["names"]:
             print(group, contender.name, file=sys.stderr)
             # jmp's loss scale has to be made; what the optimizers keep has no room here.
-            compiled = _compiled(contender, batch, topology.devices[0], make=group != ADAMW)
+            compiled = _compiled(contender, batch, device, make=group != ADAMW)
             rows.append({"group": group, **compiled})
     print(json.dumps(rows))
 

@@ -9,12 +9,10 @@ activations come on top.
 """
 
 import dataclasses
-import math
 import os
 import pathlib
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -129,24 +127,14 @@ def measured(regime: Regime, again: bool) -> tuple[float, float, float]:
         in_specs=(specs, state_specs, P("data")),
         out_specs=(specs, state_specs, P()),
     )
-    text = jax.jit(mapped).lower(params, opt_state, jnp.ones((DEVICES, WIDTH))).as_text()
+    lowered = jax.jit(mapped).lower(params, opt_state, jnp.ones((DEVICES, WIDTH)))
     count = LAYERS * WIDTH**2
     arrays = [x for x in jax.tree.leaves((params, opt_state)) if x.ndim > 1]
     held = sum(x.addressable_shards[0].data.nbytes for x in arrays)
-    received = dict.fromkeys(("all_gather", "reduce_scatter"), 0.0)
-    for kind, nbytes in operands(text):
-        # A part goes in and seven come; the whole goes in, and seven eighths of it are sent on.
-        factor = DEVICES - 1 if kind == "all_gather" else (DEVICES - 1) / DEVICES
-        received[kind] += factor * nbytes
-    return held / count, received["all_gather"] / count, received["reduce_scatter"] / count
-
-
-def operands(text: str) -> Iterator[tuple[str, int]]:
-    """The bytes that go into each gather and reduction of a program in StableHLO."""
-    pattern = r'"?stablehlo\.(all_gather|reduce_scatter)"?.*?: \(tensor<([^>]*)>\) ->'
-    for kind, tensor in re.findall(pattern, text, re.DOTALL):
-        *shape, dtype = tensor.split("x")
-        yield kind, math.prod(map(int, shape)) * int(re.findall(r"\d+", dtype)[0]) // 8
+    received = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0.0)
+    for transfer in jmp_kit.numerics.audit(lowered).transfers:
+        received[transfer.kind] += transfer.nbytes * (DEVICES - 1) / DEVICES
+    return held / count, received["all-gather"] / count, received["reduce-scatter"] / count
 
 
 SIZES = {"1B": 1e9, "8B": 8e9, "70B": 70e9}

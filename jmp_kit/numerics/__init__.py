@@ -15,6 +15,7 @@ from jmp_kit.numerics._audit import audit as audit
 from jmp_kit.numerics._audited import Audit as Audit
 from jmp_kit.numerics._audited import Convert as Convert
 from jmp_kit.numerics._audited import Product as Product
+from jmp_kit.numerics._audited import Transfer as Transfer
 from jmp_kit.numerics._compare import POLICIES as POLICIES
 from jmp_kit.numerics._compare import Comparison as Comparison
 from jmp_kit.numerics._compare import compare as compare

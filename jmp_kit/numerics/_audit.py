@@ -20,10 +20,11 @@ def audit(fun: Any, *args: Any, level: str = "traced", **kwargs: Any) -> Audit:
     pass are among them. What a loop repeats counts as often as it is repeated, a while loop once.
 
     - `"traced"`: as JAX traces it. Quick, and the same on every backend.
-    - `"lowered"`: as the compiler gets it.
+    - `"lowered"`: as the compiler gets it. What devices exchange in `shard_map` shows here.
     - `"compiled"`: as the present backend runs it. What the compiler widened (a CPU that cannot
       multiply in half), turned into something else or gave to a library shows here, and so do the
-      kernels that only convert: memory traffic for nothing but another dtype.
+      kernels that only convert, memory traffic for nothing but another dtype, and what devices
+      exchange, in which dtype.
 
     Args:
       fun: any JAX function: under `autocast` or not, jitted or not. Or one that is lowered or

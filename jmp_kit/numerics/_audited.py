@@ -47,6 +47,19 @@ class Convert:
 
 
 @dataclasses.dataclass(frozen=True)
+class Transfer:
+    """What devices exchange in a lowered or compiled program."""
+
+    source: str
+    path: str
+    kind: str  # "all-gather", "all-reduce", "reduce-scatter", "all-to-all", …
+    dtype: str
+    nbytes: int  # of the whole array: of what was gathered, or is to be reduced, every time
+    backward: bool
+    times: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class Audit:
     """The products of a program. Print it for a table."""
 
@@ -55,6 +68,7 @@ class Audit:
     products: tuple[Product, ...]
     opaque: tuple[str, ...]  # what holds products and cannot be looked into, with its line
     converts: tuple[Convert, ...] = ()  # of a compiled program; before, nobody knows what fuses
+    transfers: tuple[Transfer, ...] = ()  # of a lowered or compiled program
 
     @property
     def half_fraction(self) -> float:
@@ -107,6 +121,10 @@ class Audit:
             moved = count(sum(c.nbytes for c in self.converts))
             lines += [f"{len(self.converts)} kernels only convert, and move {moved}B:"]
             lines += [_converts_table(self.converts)]
+        if self.transfers:
+            sent = count(sum(t.nbytes for t in self.transfers))
+            lines += [f"{len(self.transfers)} exchanges between devices, of {sent}B:"]
+            lines += [_transfers_table(self.transfers)]
         return "\n".join(lines)
 
     def _opaque_lines(self) -> list[str]:
@@ -127,7 +145,12 @@ def _converts_table(converts: Iterable[Convert]) -> str:
     return _table("bytes", sorted(rows, key=lambda row: -row[0]))
 
 
-def _table(unit: str, rows: Iterable[tuple[int, str, Product | Convert]]) -> str:
+def _transfers_table(transfers: Iterable[Transfer]) -> str:
+    rows = ((t.nbytes, f"{t.kind} {t.dtype}", t) for t in transfers)
+    return _table("bytes", sorted(rows, key=lambda row: -row[0]))
+
+
+def _table(unit: str, rows: Iterable[tuple[int, str, Product | Convert | Transfer]]) -> str:
     """A row for each kind: the same line, path, dtypes and pass."""
     kinds: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
     for number, dtypes, found in rows:

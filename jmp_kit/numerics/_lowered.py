@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jmp_kit.autocast import names_in
-from jmp_kit.numerics._audited import Audit, Convert, Product
+from jmp_kit.numerics._audited import Audit, Convert, Product, Transfer
 from jmp_kit.numerics._hlo import Array, Computation, Instruction, Program, Run, parse
 from jmp_kit.numerics._traced import is_backward
 
@@ -32,7 +32,7 @@ def audit_lowered(
 def audit_text(text: str, level: str, backend: str, paths: Mapping[str, str]) -> Audit:
     """The products of a program in XLA's text."""
     program = parse(text)
-    products, opaque, converts = [], [], []
+    products, opaque, converts, transfers = [], [], [], []
     for run in program.runs():
         source, backward = str(program.source_of(run)), is_backward(run.stack)
         path = _path(run.stack) or paths.get(source, "")
@@ -44,13 +44,17 @@ def audit_text(text: str, level: str, backend: str, paths: Mapping[str, str]) ->
             (lhs, rhs), out = run.operands[:2], run.instruction.results[0]
             dtypes = lhs.dtype, rhs.dtype, out.dtype
             flops *= run.times
-            found = Product(source, path, kind, out.shape, *dtypes, flops, backward, run.times)
-            products.append(found)
+            product = Product(source, path, kind, out.shape, *dtypes, flops, backward, run.times)
+            products.append(product)
         for start, end in _converted(run, program) if level == "compiled" else ():
             moved, ends = run.times * (start.nbytes + end.nbytes), (start.dtype, end.dtype)
             convert = Convert(source, path, end.shape, *ends, moved, backward, run.times)
             converts.append(convert)
-    return Audit(level, backend, tuple(products), tuple(opaque), tuple(converts))
+        for kind, array in _exchanged(run):
+            moved = run.times * array.nbytes
+            transfer = Transfer(source, path, kind, array.dtype, moved, backward, run.times)
+            transfers.append(transfer)
+    return Audit(level, backend, tuple(products), tuple(opaque), tuple(converts), tuple(transfers))
 
 
 def _backend(stage: Any) -> str:
@@ -113,6 +117,28 @@ _PLUMBING = re.compile(
 def _path(stack: str) -> str:
     """Of "jit(loss)/jvp(Network)/head/dot_general": "Network/head"."""
     return "/".join(names_in(_PLUMBING.sub("", stack)).split("/")[:-1])
+
+
+_EXCHANGES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+def _exchanged(run: Run) -> Iterator[tuple[str, Array]]:
+    """The kind and the arrays of an exchange between devices: each where it is whole."""
+    kind = run.instruction.opcode.removesuffix("-start")
+    if kind in _EXCHANGES:
+        results, operands = run.instruction.results, run.operands
+        if len(results) > len(operands):  # begun here and done elsewhere: (operands, results)
+            results = results[len(operands) :]
+        for pair in zip(operands, results, strict=False):
+            yield kind, max(pair, key=lambda array: array.nbytes)
 
 
 # Around a single fused kernel, and what in it does not compute.

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_kit
 from jmp_kit.numerics import audit
-from tests.test_sharded import collectives
 
 WIDTH = 16
 
@@ -118,8 +117,8 @@ def test_sums_over_devices_stay_float32():
     split, rows, out = CASES[streaming_mean]
     params, x = weights(*STACKED), jnp.ones((64, WIDTH))
     run = jmp_kit.autocast(mapped(streaming_mean, ([split, split], rows), out), "mixed_bfloat16")
-    found = collectives(jax.jit(run).lower(params, x).as_text())
-    assert {dtype for _, dtype in found} == {"f32"}
+    found = audit(run, params, x, level="lowered").transfers
+    assert {(transfer.kind, transfer.dtype) for transfer in found} == {("all-reduce", "float32")}
 
 
 def test_donation_survives():

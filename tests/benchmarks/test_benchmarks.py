@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import corpus, gpt, programs, report, results
+from benchmarks import corpus, gpt, report, results
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.compiled import bytes_moved, product_dtypes, program_bytes
+from benchmarks.deviceless import has_plugin
 from benchmarks.measuring import Contender, measure
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -27,6 +28,7 @@ ONLY = {
     "programs": "(jmp_kit|by hand|jmp|optax), bfloat16$|remainders$",
     "accuracy": "float32, highest|float16, mixed|bfloat16 only",
     "language": "mixed_float16",
+    "wire": "",
 }
 
 
@@ -52,7 +54,7 @@ def test_it_runs_and_its_table_has_a_row_for_each_contender(name, measured):
     assert rows
     for row in rows:
         assert results.cells(row, BENCHMARKS[name].COLUMNS)[0]
-        refused = name == "programs" and not programs.has_plugin()
+        refused = name in ("programs", "wire") and not has_plugin()
         assert ("failed" in row) == (refused or (name, row["contender"]) in REFUSED)
         if "step_ms" in row:
             assert row["step_ms"] > 0

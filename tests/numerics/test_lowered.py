@@ -92,6 +92,58 @@ def test_a_program_for_eight_devices_counts_what_one_computes():
     assert (product.shape, product.flops) == ((2, 8), 2 * 2 * 8 * 8)
 
 
+def test_what_devices_exchange():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def fun(x):
+        def step(x, _):
+            return jax.lax.ppermute(x, "b", [(i, (i + 1) % 4) for i in range(4)]), None
+
+        x = jax.lax.scan(step, x, length=12)[0].astype(jnp.bfloat16)  # line of the loop
+        whole = jax.lax.all_gather(x, "b", axis=0, tiled=True)
+        swapped = jax.lax.all_to_all(whole, "a", 0, 1, tiled=True)
+        return jax.lax.psum_scatter(swapped, "a", tiled=True), jax.lax.pmax(x.sum(), ("a", "b"))
+
+    mapped = jax.shard_map(
+        fun, mesh=mesh, in_specs=P(("a", "b")), out_specs=(P("a"), P()), check_vma=False
+    )
+    found = audit(mapped, jnp.ones((8, 8, 2)), level="lowered")
+    assert [(t.kind, t.dtype, t.nbytes, t.times) for t in found.transfers] == [
+        ("collective-permute", "float32", 12 * 16 * 4, 12),
+        ("all-gather", "bfloat16", 4 * 16 * 2, 1),
+        ("all-to-all", "bfloat16", 4 * 16 * 2, 1),
+        ("reduce-scatter", "bfloat16", 4 * 16 * 2, 1),
+        ("all-reduce", "bfloat16", 2, 1),
+    ]
+    assert {t.source.partition(":")[0] for t in found.transfers} == {"test_lowered.py"}
+    assert "5 exchanges between devices, of 1.15 kB:" in str(found)
+    started = audit_text(STARTED, "compiled", "gpu", {}).transfers
+    assert [(t.kind, t.dtype, t.nbytes) for t in started] == [
+        ("all-gather", "bfloat16", 2048),
+        ("all-gather", "bfloat16", 64),
+        ("all-reduce", "float32", 4),
+    ]
+
+
+STARTED = """HloModule jit_step
+
+ENTRY %main (a: bf16[128], b: bf16[4], c: f32[]) -> f32[] {
+  %a = bf16[128]{0} parameter(0)
+  %b = bf16[4]{0} parameter(1)
+  %c = f32[] parameter(2)
+  %g = ((bf16[128]{0}, bf16[4]{0}), (bf16[1024]{0}, bf16[32]{0})) all-gather-start(%a, %b)
+  %d = (bf16[1024]{0}, bf16[32]{0}) all-gather-done(%g)
+  ROOT %r = f32[] all-reduce-start(%c), to_apply=%region
+}
+
+%region (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+"""
+
+
 def test_kernels_that_only_convert():
     def fun(w, x):
         return (w.astype(jnp.bfloat16), jnp.tanh(x).astype(jnp.float16)), x[0].astype(int)
