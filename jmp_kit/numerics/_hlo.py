@@ -118,20 +118,29 @@ class Program:
         """How often a loop is known to run; one if it is not known."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
             return int(known[1])
-        # Before it is compiled: JAX counts from a constant, while less than a constant.
-        [condition] = re.findall(r"condition=%?([\w.\-]+)", loop.attributes)
-        inside = self.computations[condition]
-        [root] = [i for i in inside.values() if i.is_root]
-        if root.opcode != "compare" or "direction=LT" not in root.attributes:
-            return 1
-        counter, limit = (inside[name] for name in root.operands)
-        start = computation[loop.operands[0]]
-        if index := re.search(r"index=(\d+)", counter.attributes):
-            if start.opcode == "tuple":
-                start = computation[start.operands[int(index[1])]]
-            if limit.opcode == start.opcode == "constant":
-                return max(int(limit.operands[0]) - int(start.operands[0]), 0)
+        # Before it is compiled: JAX counts by one from a constant, while less than a constant.
+        condition, body = (
+            self.computations[re.findall(rf"\b{name}=%?([\w.\-]+)", loop.attributes)[0]]
+            for name in ("condition", "body")
+        )
+        test, carried, start = root_of(condition), root_of(body), computation[loop.operands[0]]
+        if test.opcode == "compare" and "direction=LT" in test.attributes:
+            counter, limit = (condition[name] for name in test.operands)
+            index = re.search(r"index=(\d+)", counter.attributes)
+            if index and carried.opcode == start.opcode == "tuple":
+                i = int(index[1])
+                first, step = computation[start.operands[i]], body[carried.operands[i]]
+                by = [body[name].operands for name in step.operands]
+                is_known = limit.opcode == first.opcode == "constant" and step.opcode == "add"
+                if is_known and ("1",) in by and counter.results[0].dtype.startswith("int"):
+                    return max(int(limit.operands[0]) - int(first.operands[0]), 0)
         return 1
+
+
+def root_of(computation: Computation) -> Instruction:
+    """What gives a computation's result."""
+    [root] = [i for i in computation.values() if i.is_root]
+    return root
 
 
 class Run(NamedTuple):

@@ -9,7 +9,7 @@ import jax
 
 from jmp_kit.autocast import names_in
 from jmp_kit.numerics._audited import Audit, Convert, Product, Transfer
-from jmp_kit.numerics._hlo import Array, Computation, Instruction, Program, Run, parse
+from jmp_kit.numerics._hlo import Array, Computation, Instruction, Program, Run, parse, root_of
 from jmp_kit.numerics._traced import is_backward
 
 
@@ -65,7 +65,7 @@ def _backend(stage: Any) -> str:
 
 # Libraries' kernels that multiply matrices.
 _LIBRARY = re.compile(
-    r"__cublas|__cudnn|__onednn|gemm|matmul|conv|fmha|attention|triton|mosaic", re.I
+    "cublas|cudnn|onednn|gemm|matmul|conv|fmha|attention|triton|mosaic|tpu_custom_call", re.I
 )
 _PRODUCTS = ("dot", "convolution", "ragged-dot")
 
@@ -154,7 +154,7 @@ def _converted(run: Run, program: Program) -> Iterator[tuple[Array, Array]]:
         pairs: list[tuple[Array | None, Array]] = [(run.operands[0], run.instruction.results[0])]
     elif run.instruction.opcode in ("fusion", "fusion-start"):
         fused = program.computations[run.instruction.called[0]]
-        [root] = [i for i in fused.values() if i.is_root]
+        root = root_of(fused)
         outputs = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
         pairs = [(_origin(output, fused), output.results[0]) for output in outputs]
     else:

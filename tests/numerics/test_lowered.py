@@ -64,6 +64,20 @@ def test_loops_count_as_often_as_they_run(level):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 9, lambda x: step(x, w), x)
 
     assert flops(unknown, X, W) == 1
+
+    def counted(start, stop, step):
+        def fun(x, w):
+            def body(carry):
+                return carry[0] + step, jnp.tanh(carry[1] @ w)
+
+            return jax.lax.while_loop(lambda carry: carry[0] < stop, body, (start, x))[1]
+
+        return fun
+
+    assert flops(counted(2, 7, 1), X, W) == 5
+    if level == "lowered":  # XLA knows these too
+        assert flops(counted(0, 10, 2), X, W) == 1
+        assert flops(counted(0.5, 9.5, 1.0), X, W) == 1
     nested = lambda x, w: jax.lax.scan(lambda x, _: (scan(x, w), None), x, length=6)[0]  # noqa: E731
     assert flops(nested, X, W) == 42
 
