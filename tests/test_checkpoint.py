@@ -206,6 +206,8 @@ def test_a_lack_of_memory_is_no_damage(two_steps, monkeypatch):
 
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", no_memory)
     with pytest.raises(MemoryError):
+        read(two_steps)
+    with pytest.raises(MemoryError):
         restore(two_steps, trained(jnp.bfloat16, "remainder", 0), fall_back=True)
 
 

@@ -74,11 +74,15 @@ def test_every_layout_walks_alike(in_one_process):
     assert tensor.device_mib < 0.4 * data.device_mib
 
 
-def test_two_processes_walk_as_one(in_one_process, undisturbed):
+def test_processes_walk_as_one(in_one_process, undisturbed):
     one, (two, _) = in_one_process["fully_sharded"], undisturbed
-    assert (two["processes"], two["devices"]) == (2, 4)
+    four = finished(start("--processes", 4))
+    # Between processes sums have one order, within one process another.
+    assert four["losses"] == two["losses"]
     np.testing.assert_allclose(two["losses"], one.losses, rtol=0.01)
-    assert (two["loss_scale"], two["skipped"]) == (one.loss_scale, one.skipped)
+    for run, count in ((two, 2), (four, 4)):
+        assert (run["processes"], run["devices"]) == (count, 4)
+        assert (run["loss_scale"], run["skipped"]) == (one.loss_scale, one.skipped)
 
 
 def test_what_two_processes_saved_one_restores(undisturbed):
@@ -103,7 +107,7 @@ def test_what_two_processes_saved_one_restores(undisturbed):
 
 
 def test_a_killed_process_ends_the_others_and_four_go_on_to_the_same_bits(undisturbed, tmp_path):
-    """From step 20 or 30 on, an overflow among them: between processes sums have one order."""
+    """From step 20 or 30 on, an overflow among them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
