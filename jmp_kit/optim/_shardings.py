@@ -56,16 +56,14 @@ def beside_parameters(opt_state: Any, params: Any) -> Any:
     """
 
     def place(param: Any, leaf: Any) -> Any:
-        # An array that is there has its place, and where shardings are types, a tracer too.
-        if not isinstance(param, jax.core.Tracer) or _type(param) != _type(leaf):
-            return leaf
+        if not isinstance(param, jax.core.Tracer):
+            return leaf  # An array that is there has its place.
+        there = jax.typeof(param).sharding
+        if there.spec != jax.typeof(leaf).sharding.spec:  # where shardings are types
+            leaf = jax.reshard(leaf, there)
         return jnp.where(False, param.astype(leaf.dtype), leaf)
 
     return _beside(place, opt_state, params)
-
-
-def _type(x: Any) -> Any:
-    return jax.typeof(x).sharding.spec
 
 
 def _beside(place: Any, opt_state: Any, params: Any) -> Any:
