@@ -242,11 +242,16 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if options.processes > 1 and options.process is None:
         return launch(options.processes, arguments)
-    jax.config.update("jax_num_cpu_devices", options.devices // options.processes)
+    each = options.devices // options.processes
+    jax.config.update("jax_num_cpu_devices", each)
     if options.process is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
-            options.coordinator, options.processes, options.process, heartbeat_timeout_seconds=10
+            options.coordinator,
+            options.processes,
+            options.process,
+            local_device_ids=range(options.process * each, (options.process + 1) * each),
+            heartbeat_timeout_seconds=10,
         )
     for layout in options.layout:
         on_step = functools.partial(tell, layout, options.steps)
@@ -293,7 +298,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=digits.positive, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--devices", type=digits.positive, default=8, help="simulated, where there are none"
+        "--devices", type=digits.positive, default=8, help="in all; simulated, where there are none"
     )
     parser.add_argument("--processes", type=digits.positive, default=1, help="to start here")
     parser.add_argument(
