@@ -161,11 +161,22 @@ def two_steps(tmp_path_factory):
 
 
 def damaged_files(step):
-    """The files of a checkpoint that Orbax reads when it restores."""
+    """The files of a checkpoint that Orbax may read when it restores."""
     structure = [step / "default" / name for name in ("_METADATA", "_sharding", "manifest.ocdbt")]
     data = [path for path in (step / "default").rglob("d/*") if path.stat().st_size]
     largest = max(data, key=lambda path: path.stat().st_size)
     return [*structure, *(step / "default" / "d").iterdir(), largest]
+
+
+def is_read(directory, file, like, copy):
+    """Not every file of an index is: what was written while it grew may be there still."""
+    shutil.copytree(directory, copy)
+    (copy / file).unlink()
+    try:
+        restore(copy, like)
+    except ValueError:
+        return True
+    return False
 
 
 @pytest.fixture
@@ -184,6 +195,11 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_it_used(
     like = trained(jnp.bfloat16, "remainder", 0)
     good = restore(two_steps, like, step=2)
     files = [path.relative_to(two_steps) for path in damaged_files(two_steps / "4")]
+    files = [
+        file
+        for i, file in enumerate(files)
+        if file.parent.name != "d" or is_read(two_steps, file, like, tmp_path / f"without{i}")
+    ]
     assert len(files) >= 5
     for i, file in enumerate(files):
         copy = tmp_path / str(i) / "run"

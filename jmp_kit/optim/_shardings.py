@@ -58,10 +58,10 @@ def beside_parameters(opt_state: Any, params: Any) -> Any:
     def place(param: Any, leaf: Any) -> Any:
         if not isinstance(param, jax.core.Tracer):
             return leaf  # An array that is there has its place.
-        there = jax.typeof(param).sharding
-        if there.spec != jax.typeof(leaf).sharding.spec:  # where shardings are types
-            leaf = jax.reshard(leaf, there)
-        return jnp.where(False, param.astype(leaf.dtype), leaf)
+        there, here = (jax.typeof(x).sharding for x in (param, leaf))
+        # They differ where shardings are types, in some versions of JAX.
+        moved = leaf if there.spec == here.spec else jax.reshard(leaf, there)
+        return jnp.where(False, param.astype(leaf.dtype), moved)
 
     return _beside(place, opt_state, params)
 
