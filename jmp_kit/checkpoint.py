@@ -125,8 +125,11 @@ def read(directory: Any, step: int | None = None) -> Any:
     except Exception as error:
         if isinstance(error, MemoryError):
             raise
-        problem = f"The checkpoint {path} cannot be read: {_reason(error)}"
-        raise ValueError(f"{problem} {_advice(others)}") from error
+        before = f": pass step={others[0][0]} for the one before it" if others else ""
+        raise ValueError(
+            f"The checkpoint {path} cannot be read: {_reason(error)} It is damaged, or no "
+            f"checkpoint of Orbax's{before}."
+        ) from error
 
 
 def _checkpoints(directory: Any, step: int | None) -> dict[int | None, pathlib.Path]:

@@ -191,8 +191,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     audit.add_argument(
         "--level",
-        choices=("traced", "lowered", "compiled"),
-        default="traced",
+        choices=numerics.LEVELS,
+        default=numerics.LEVELS[0],
         help="as JAX traces it, as the compiler gets it, or as this device runs it (traced)",
     )
     audit.add_argument("--assert-half", action="store_true", help="exit with 1 if one is not half")

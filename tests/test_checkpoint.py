@@ -339,3 +339,9 @@ def test_what_was_saved_can_be_read_without_the_program(two_steps, tmp_path):
     (tmp_path / "_METADATA").write_text("{")
     with pytest.raises(ValueError, match=r"cannot be read: ValueError: .*_METADATA is no JSON"):
         read(tmp_path)
+    copy = tmp_path / "run"
+    shutil.copytree(two_steps, copy)
+    (copy / "4" / "default" / "_METADATA").write_text("{")
+    with pytest.raises(ValueError, match="pass step=2 for the one before it") as error:
+        read(copy)
+    assert "fall_back" not in str(error.value)  # which is restore's

@@ -11,6 +11,7 @@ print(ranges(params))                               # what a cast would lose, ar
 optax.chain(watch(every=100), inner)                # over a run; watched(opt_state) reads it
 """
 
+from jmp_kit.numerics._audit import LEVELS as LEVELS
 from jmp_kit.numerics._audit import audit as audit
 from jmp_kit.numerics._audited import Audit as Audit
 from jmp_kit.numerics._audited import Convert as Convert

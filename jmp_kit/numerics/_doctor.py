@@ -16,6 +16,7 @@ _HIGHEST = "float32, highest"
 _DTYPES = (_HIGHEST, "float32", "bfloat16", "float16")
 _LARGEST = 8192  # rows of a matrix; 1.1 TFLOP
 _WORTH = 1.2  # times as fast is worth a change
+_SHORTENED = 1.5  # times as fast is more than two runs of the same product differ by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,7 @@ def recommend(rates: Sequence[Rate]) -> tuple[str, tuple[str, ...]]:
     rate = {r.dtype: r for r in rates}
     full, bf16, f16 = rate["float32"], rate["bfloat16"], rate["float16"]
     reasons = []
-    if full.tflops > _WORTH * rate[_HIGHEST].tflops:
+    if full.tflops > _SHORTENED * rate[_HIGHEST].tflops:
         reasons.append(
             f"float32 products are shortened here (TF32): {full.tflops / rate[_HIGHEST].tflops:.1f}"
             " times as fast as exact ones. Compare half precision with both."

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -13,12 +14,12 @@ import numpy as np
 import pytest
 
 import jmp_kit.checkpoint
-from examples import gpt, sharded
+from examples import sharded
 from tests.compiling import QUICK
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for optax.adamw
 
-ROOT = gpt.pathlib.Path(gpt.__file__).parents[1]
+ROOT = pathlib.Path(sharded.__file__).parents[1]
 STEPS, OVERFLOWS = 50, (7, 33)
 
 
