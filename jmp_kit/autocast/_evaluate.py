@@ -11,11 +11,20 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.autocast._biases import bias_of, carrying_bias
+from jmp_kit.autocast._biases import bias_of, carrying_bias, meeting_cost
 from jmp_kit.autocast._calls import CALLS
 from jmp_kit.autocast._evaluator import Site
-from jmp_kit.autocast._flow import Flow, bodies_of
-from jmp_kit.autocast._jaxpr import cast, cut_out, is_float32, is_var, retyped, uses_of, widen
+from jmp_kit.autocast._flow import KERNELS, Flow, bodies_of
+from jmp_kit.autocast._jaxpr import (
+    cast,
+    cut_out,
+    is_float32,
+    is_var,
+    retyped,
+    rounded,
+    uses_of,
+    widen,
+)
 from jmp_kit.autocast._marks import marked_dtype, scope_of
 from jmp_kit.autocast._parts import acts, parts_of, split_at
 
@@ -23,14 +32,14 @@ from jmp_kit.autocast._parts import acts, parts_of, split_at
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
 _LOOPS = ("sort", "top_k", "gather", "scatter", "cum", "while", "scan", "random_")
 _SOLVERS = ("cholesky", "triangular_solve", "lu", "qr", "geqrf", "svd", "eig", "schur", "fft")
-_KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
-_KEPT = ("reduce_", "argm", *_LOOPS, *_SOLVERS, *_KERNELS, *_COLLECTIVES)
+_KEPT = ("reduce_", "argm", *_LOOPS, *_SOLVERS, *KERNELS, *_COLLECTIVES)
 # The derivative of an extremum compares it with what it is one of: both computed again, or a last
 # bit between them would lose the gradient. The third is no reduction.
 _NOT_KEPT = ("reduce_max", "reduce_min", "reduce_precision")
 
 # A segment of these alone keeps nothing for its backward pass, and makes nothing larger.
-_LINEAR = {"add", "sub", "neg", "reshape", "transpose", "squeeze", "convert_element_type"}
+_LINEAR = {"add", "sub", "neg", "convert_element_type"}
+_LINEAR |= {"reshape", "transpose", "squeeze", "slice", "split"}
 
 # A value this many times smaller than the largest of its segment is not worth storing in half.
 _SMALL = 8
@@ -43,6 +52,7 @@ class Program(NamedTuple):
     arguments: set[Var]
     depending: set[Var]  # on a product
     reaching: set[Var]  # a product
+    costly: set[Var]  # functions of them, on the way there
     uses: Mapping[Var, Sequence[JaxprEqn | None]]  # in order; None for a result of the jaxpr
 
     def leaving(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
@@ -81,6 +91,7 @@ class Evaluation:
             {*jaxpr.invars, *jaxpr.constvars},
             self.flow.depending(jaxpr, depends),
             self.flow.reaching(jaxpr, reaches),
+            meeting_cost(jaxpr, self.flow),
             uses_of(jaxpr),
         )
         env: dict[Var, Any] = {}
@@ -96,8 +107,9 @@ class Evaluation:
                 self._part(program, [e for e in part if self._moves(program, e)], env)
         return [env[atom] if is_var(atom) else atom.val for atom in jaxpr.outvars]
 
-    def _product(self, jaxpr: Jaxpr, eqn: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    def _product(self, jaxpr: Jaxpr, eqn: JaxprEqn, env: Mapping[Var, Any]) -> Sequence[Any]:
         half = marked_dtype(eqn) or self.half
+        operands = [env[a] if is_var(a) else a.val for a in eqn.invars]
 
         def half_of(atom: Any) -> Var:
             return retyped(atom, half if is_float32(atom) else atom.aval.dtype)
@@ -110,12 +122,15 @@ class Evaluation:
         function, _ = cut_out(jaxpr, [halved], outvars)
         return function(*(cast(x, v.aval.dtype) for x, v in zip(operands, invars, strict=True)))
 
+    def _as_traced(self, jaxpr: Jaxpr, eqn: JaxprEqn, env: Mapping[Var, Any]) -> Sequence[Any]:
+        function, invars = cut_out(jaxpr, [eqn], eqn.outvars)
+        return function(*(widen(env[v], v) for v in invars))
+
     def _call(self, program: Program, eqn: JaxprEqn, env: dict[Var, Any]) -> Sequence[Any]:
         if not bodies_of(eqn):
             where = " in ".join(filter(None, (eqn.primitive.name, scope_of(eqn))))
             warnings.warn(_UNKNOWN.format(where=where), stacklevel=2)
-            function, invars = cut_out(program.jaxpr, [eqn], eqn.outvars)
-            return function(*(widen(env[v], v) for v in invars))
+            return self._as_traced(program.jaxpr, eqn, env)
         operands = [env[a] if is_var(a) else a.val for a in eqn.invars]
         depends = [is_var(a) and a in program.depending for a in eqn.invars]
         reaches = [v in program.reaching for v in eqn.outvars]
@@ -138,32 +153,33 @@ class Evaluation:
         jaxpr = program.jaxpr
         outvars = program.leaving(moving)
         leaving = set(outvars)
-        products = [e for e in moving if self.flow.is_product(e)]
+        products = [e for e in moving if self.flow.closes(e)]
         segment = moving[: len(moving) - len(products)]
         taken = {a for e in products for a in e.invars if is_var(a)}
         made = [v for e in segment for v in e.outvars if v in leaving or v in taken]
         stored = self._stored(program, segment, made)
         head, rest = split_at(segment, stored & leaving)
         if head and rest:
-            self._part(program, head, env)
-            # The rest reads what is stored: the barrier keeps XLA on GPUs from float32 beside it.
-            again = [v for e in head for v in e.outvars if v in stored]
-            env.update((v, lax.optimization_barrier(env[v])) for v in again)
+            self._part(program, head, env)  # the rest reads what is stored
             self._part(program, [*rest, *products], env)
             return
         function, needed = cut_out(jaxpr, segment, made)
         _, invars = cut_out(jaxpr, moving, outvars)
+        widened = {v for v in stored if not all(e and self.flow.closes(e) for e in program.uses[v])}
+
+        def stored_as(x: Any, v: Var) -> Any:
+            return rounded(x, self.half) if v in widened else cast(x, self.half)
 
         def part(*args: Any) -> list[Any]:
             values = dict(zip(invars, args, strict=True))
             results = function(*(widen(values[v], v) for v in needed))
             values.update(
-                (v, cast(x, self.half) if v in stored else x)
+                (v, stored_as(x, v) if v in stored else x)
                 for v, x in zip(made, results, strict=True)
             )
             for eqn in products:
-                operands = [values[a] if is_var(a) else a.val for a in eqn.invars]
-                values.update(zip(eqn.outvars, self._product(jaxpr, eqn, operands), strict=True))
+                closed = self._product if self.flow.is_product(eqn) else self._as_traced
+                values.update(zip(eqn.outvars, closed(jaxpr, eqn, values), strict=True))
             return [values[v] for v in outvars]
 
         names = {e.primitive.name for e in segment}
@@ -180,7 +196,7 @@ class Evaluation:
             for v in invars
         ]
         env.update(zip(outvars, part(*args), strict=True))
-        for result in (v for e in products for v in e.outvars if v in leaving):
+        for result in (v for e in products for v in e.outvars if v in leaving & program.costly):
             bias = bias_of(result, program.uses)
             if bias in env and bias not in program.depending:
                 env[result] = carrying_bias(env[result], env[bias])

@@ -7,8 +7,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.autocast._jaxpr import is_var, opened, scan_counts, subjaxprs
+from jmp_kit.autocast._jaxpr import is_var, opened, primitive_names, scan_counts, subjaxprs
 from jmp_kit.autocast._marks import is_in_full_precision
+
+# What libraries compute as one, attention say.
+KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
 
 
 class Body(NamedTuple):
@@ -71,6 +74,10 @@ class Flow:
             for jaxpr in subjaxprs(eqn)
             for inner in jaxpr.eqns
         )
+
+    def closes(self, eqn: JaxprEqn) -> bool:
+        """Whether a segment ends in it and its operands are kept: products, kernels that take half."""
+        return self.is_product(eqn) or (_is_half_kernel(eqn) and not self.holds_product(eqn))
 
     def depending(self, jaxpr: Jaxpr, inputs: Sequence[bool]) -> set[Var]:
         """The variables that depend on a product, if these of its inputs do."""
@@ -154,3 +161,11 @@ class Flow:
             for result, variable in body.carried:
                 operands[body.inputs[variable]] |= outputs[result]
         return operands
+
+
+def _is_half_kernel(eqn: JaxprEqn) -> bool:
+    names = {eqn.primitive.name}.union(*map(primitive_names, subjaxprs(eqn)))
+    dtypes = [a.aval.dtype for a in eqn.invars if hasattr(a.aval, "dtype")]
+    floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+    is_half = bool(floats) and all(d.itemsize <= 2 for d in floats)
+    return is_half and any(name.startswith(KERNELS) for name in names)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval
@@ -115,6 +116,16 @@ def retyped(atom: Atom, dtype: Any) -> Var:
 def cast(x: Any, dtype: Any) -> Any:
     """The value in this dtype."""
     return x if jnp.result_type(x) == dtype else lax.convert_element_type(x, dtype)
+
+
+def rounded(x: Any, dtype: Any) -> Any:
+    """The value in this dtype, for those too who cast it back.
+
+    XLA on GPUs deletes a cast to half and back, and stores float32. It does not see through a
+    choice that is made when the program runs, and it can still fuse it, as no barrier.
+    """
+    half = cast(x, dtype)
+    return lax.select_n(lax.optimization_barrier(np.True_), lax.full_like(half, 0), half)
 
 
 def widen(x: Any, atom: Atom) -> Any:

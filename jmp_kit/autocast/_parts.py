@@ -11,6 +11,8 @@ from jmp_kit.autocast._jaxpr import is_var
 def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
     """Each part is a segment and the products after it, none of which takes another's result.
 
+    Kernels that take half count as products here.
+
     What follows from a product belongs to the segment of a later part, where it is taken: so the
     results of products are all that has to be kept. Calls that hold products, and equations with
     effects, whose order matters, are parts of their own.
@@ -21,17 +23,17 @@ def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
     followed: set[Var] = set()  # the results of these products, and what was made of them
     for eqn in eqns:
         follows = any(is_var(a) and a in followed for a in eqn.invars)
-        is_product = flow.is_product(eqn)
-        is_apart = acts(eqn) or (not is_product and flow.holds_product(eqn))
-        if is_apart or (is_product and follows):
+        closes = flow.closes(eqn)
+        is_apart = acts(eqn) or (not closes and flow.holds_product(eqn))
+        if is_apart or (closes and follows):
             yield [*segment, *products]
             segment, products, following, followed = following, [], [], set()
         if is_apart:
             yield segment
             yield [eqn]
             segment = []
-        elif is_product or follows:
-            (products if is_product else following).append(eqn)
+        elif closes or follows:
+            (products if closes else following).append(eqn)
             followed.update(eqn.outvars)
         else:
             segment.append(eqn)

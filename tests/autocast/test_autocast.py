@@ -12,6 +12,7 @@ from jax.experimental import pallas
 
 import jmp_kit
 from jmp_kit import PRODUCTS, autocast, full_precision
+from jmp_kit.autocast._jaxpr import subjaxprs
 from tests.autocast.test_zoo import products_of
 from tests.autocast.zoo import SQUARE, ZOO, X, mean_square
 
@@ -231,6 +232,39 @@ def test_kernels_and_solvers_are_not_run_again_in_the_backward_pass(operation, n
     assert "remat" in programs[1]
 
 
+@pytest.mark.parametrize("taken", [jnp.bfloat16, jnp.float32])
+def test_what_a_kernel_takes_in_half_is_kept_for_its_backward_pass(taken):
+    """Not the product's result that it is a part of; a float32 kernel gets what it was traced with."""
+    half, full = (jax.ShapeDtypeStruct((8, 8), d) for d in (taken, jnp.float32))
+
+    @jax.custom_vjp
+    def kernel(x, y):
+        return jax.ffi.ffi_call("forward", (half, full))(x, y)[0]
+
+    def forward(x, y):
+        out, statistics = jax.ffi.ffi_call("forward", (half, full))(x, y)
+        return out, (x, y, out, statistics)
+
+    kernel.defvjp(forward, lambda kept, d: jax.ffi.ffi_call("backward", (half, half))(*kept, d))
+
+    @autocast("mixed_bfloat16")
+    def fun(w, x):
+        z = x @ w[0] + jnp.arange(16.0)
+        parts = z[:, :8].astype(taken), z[:, 8:].astype(taken)
+        return mean_square(kernel(*parts).astype(jnp.float32) @ w[1][:8])
+
+    assert jax.eval_shape(fun, SQUARE, X).dtype == jnp.float32
+    eqns = jax.make_jaxpr(jax.grad(fun))(SQUARE, X).jaxpr.eqns
+    if taken == jnp.bfloat16:
+        assert not any("policy" in e.params for e in eqns)
+        [called] = [e for e in eqns if e.params.get("target_name") == "backward"]
+        [first] = [e for e in eqns if e.params.get("target_name") == "forward"]
+        assert called.invars[:2] == first.invars
+    else:
+        kernels = [e for e in every_equation(eqns) if e.primitive.name == "ffi_call"]
+        assert {v.aval.dtype for e in kernels for v in e.invars} == {jnp.dtype("float32")}
+
+
 @pytest.mark.parametrize("extremum", ["max", "min"])
 def test_an_extremum_is_compared_with_values_computed_alike(extremum):
     """Its derivative asks which value it is: a kept one may differ from all computed again."""
@@ -243,6 +277,13 @@ def test_an_extremum_is_compared_with_values_computed_alike(extremum):
     [repeated] = [e.params["jaxpr"] for e in jaxpr.eqns if "policy" in e.params]
     names = [e.primitive.name for e in repeated.eqns]
     assert names.index(f"reduce_{extremum}") < names.index("eq")
+
+
+def every_equation(eqns):
+    for eqn in eqns:
+        yield eqn
+        for inner in subjaxprs(eqn):
+            yield from every_equation(inner.eqns)
 
 
 def test_a_segment_that_keeps_nothing_is_not_repeated():
