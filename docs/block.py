@@ -85,6 +85,7 @@ def rows() -> list[Row]:
     program = jax.make_jaxpr(jmp_kit.autocast(block, "mixed_bfloat16"))(shapes, x).jaxpr
     found, segment = [], []  # what follows from products and is no part of its own yet
     depending = set()  # on a product
+    choices = set()  # that XLA cannot make: so it cannot undo a cast to half
     for eqn in program.eqns:
         # A part: a segment and the products after it. Only what is repeated is wrapped.
         repeated = eqn.primitive.name == "remat2"
@@ -101,7 +102,9 @@ def rows() -> list[Row]:
             for var, e in made.items():
                 found.append(row("product", [e], var.aval.dtype.name, [var]))
             segment = []
-        elif eqn.primitive.name == "optimization_barrier":  # what the rest reads as stored
+        elif eqn.primitive.name == "optimization_barrier":
+            choices.update(map(id, eqn.outvars))
+        elif choices.intersection(map(id, eqn.invars)):  # what the rest reads as stored
             found.append(row("segment", segment, "float32", eqn.outvars))
             segment = []
         elif follows:

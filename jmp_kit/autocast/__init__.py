@@ -13,9 +13,10 @@ The function is traced once, at its own dtypes, to a jaxpr, which is split and e
     x: float32 -> product -> half -> segment -> half -> product -> half -> epilogue: float32
 
 `_flow` finds what depends on a product and what reaches one, `_parts` splits, `_evaluate`
-evaluates, `_calls` and `_custom_derivatives` rebuild calls, loops, branches and rules around what
-is inside them, and `_jaxpr` knows how JAX's versions differ. `_rules` and `_full_precision` choose
-another dtype by marking equations; `_marks` reads and writes the marks.
+evaluates, `_worth` knows what is worth computing twice, `_repeat` has a backward pass do so,
+`_calls` and `_custom_derivatives` rebuild calls, loops, branches and rules around what is inside
+them, and `_jaxpr` knows how JAX's versions differ. `_rules` and `_full_precision` choose another
+dtype by marking equations; `_marks` reads and writes the marks.
 """
 
 from jmp_kit.autocast._autocast import PRODUCTS as PRODUCTS
@@ -29,6 +30,7 @@ from jmp_kit.autocast._jaxpr import is_var as is_var
 from jmp_kit.autocast._jaxpr import pruned as pruned
 from jmp_kit.autocast._jaxpr import scan_counts as scan_counts
 from jmp_kit.autocast._jaxpr import subjaxprs as subjaxprs
+from jmp_kit.autocast._marks import is_backward as is_backward
 from jmp_kit.autocast._marks import names_in as names_in
 from jmp_kit.autocast._marks import stack_of as stack_of
 from jmp_kit.autocast._paths import Paths as Paths

@@ -9,16 +9,9 @@ from collections.abc import Mapping, Sequence
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.autocast._flow import Flow
-from jmp_kit.autocast._jaxpr import cast, is_float32, is_var, primitive_names, subjaxprs
-
-# What XLA computes rather once than twice.
-_COSTLY = (
-    *("exp", "log", "tan", "erf", "pow", "sin", "cos", "asin", "acos", "atan", "sqrt", "rsqrt"),
-    *("cbrt", "digamma", "lgamma", "igamma", "bessel", "regularized"),
-)
+from jmp_kit.autocast._jaxpr import cast, is_float32, is_var
 
 
 def bias_of(result: Var, uses: Mapping[Var, Sequence[JaxprEqn | None]]) -> Var | None:
@@ -29,20 +22,6 @@ def bias_of(result: Var, uses: Mapping[Var, Sequence[JaxprEqn | None]]) -> Var |
     [bias] = [a for a in eqn.invars if a is not result]
     alone = is_var(bias) and is_float32(bias) and len(uses[bias]) == 1
     return bias if alone and eqn.outvars[0].aval.shape == result.aval.shape else None
-
-
-def meeting_cost(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
-    """The variables of all of which a costly function is computed before the next product."""
-    found: set[Var] = set()
-    for eqn in reversed(jaxpr.eqns):
-        if flow.is_product(eqn) or flow.holds_product(eqn):
-            continue
-        names = {eqn.primitive.name}.union(*map(primitive_names, subjaxprs(eqn)))
-        is_costly = any(name.startswith(_COSTLY) for name in names)
-        made = [v for v in eqn.outvars if is_costly or v in found]
-        size = max((v.aval.size for v in made), default=-1)
-        found |= {a for a in eqn.invars if is_var(a) and a.aval.size <= size}
-    return found
 
 
 @jax.custom_jvp

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.autocast._biases import bias_of, carrying_bias, meeting_cost
+from jmp_kit.autocast._biases import bias_of, carrying_bias
 from jmp_kit.autocast._calls import CALLS
 from jmp_kit.autocast._evaluator import Site
-from jmp_kit.autocast._flow import KERNELS, Flow, bodies_of
+from jmp_kit.autocast._flow import Flow, bodies_of
 from jmp_kit.autocast._jaxpr import (
     cast,
     cut_out,
@@ -22,24 +22,14 @@ from jmp_kit.autocast._jaxpr import (
     is_var,
     retyped,
     rounded,
+    shape_of,
     uses_of,
     widen,
 )
 from jmp_kit.autocast._marks import marked_dtype, scope_of
-from jmp_kit.autocast._parts import acts, parts_of, split_at
-
-# What a segment's backward pass does not compute again, for it is small or costly.
-_COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
-_LOOPS = ("sort", "top_k", "gather", "scatter", "cum", "while", "scan", "random_")
-_SOLVERS = ("cholesky", "triangular_solve", "lu", "qr", "geqrf", "svd", "eig", "schur", "fft")
-_KEPT = ("reduce_", "argm", *_LOOPS, *_SOLVERS, *KERNELS, *_COLLECTIVES)
-# The derivative of an extremum compares it with what it is one of: both computed again, or a last
-# bit between them would lose the gradient. The third is no reduction.
-_NOT_KEPT = ("reduce_max", "reduce_min", "reduce_precision")
-
-# A segment of these alone keeps nothing for its backward pass, and makes nothing larger.
-_LINEAR = {"add", "sub", "neg", "convert_element_type"}
-_LINEAR |= {"reshape", "transpose", "squeeze", "slice", "split"}
+from jmp_kit.autocast._parts import acts, is_barrier, parts_of, split_at
+from jmp_kit.autocast._repeat import repeating
+from jmp_kit.autocast._worth import is_costly, is_kept, is_linear, meeting_cost, meeting_sum
 
 # A value this many times smaller than the largest of its segment is not worth storing in half.
 _SMALL = 8
@@ -52,7 +42,8 @@ class Program(NamedTuple):
     arguments: set[Var]
     depending: set[Var]  # on a product
     reaching: set[Var]  # a product
-    costly: set[Var]  # functions of them, on the way there
+    costly: set[Var]  # on their way to a function that XLA does not compute twice
+    summed: set[Var]  # as they lie
     uses: Mapping[Var, Sequence[JaxprEqn | None]]  # in order; None for a result of the jaxpr
 
     def leaving(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
@@ -86,20 +77,30 @@ class Evaluation:
           depends: of each argument, whether it depends on a product.
           reaches: of each result, whether a product can be reached from it.
         """
+        parts = list(filter(None, parts_of(jaxpr.eqns, self.flow)))
+        if self.recompute:
+            depending = self.flow.depending(jaxpr, depends)
+            parts = list(repeating(parts, self.flow, depending, uses_of(jaxpr)))
+            jaxpr = jaxpr.replace(eqns=[eqn for part in parts for eqn in part])
         program = Program(
             jaxpr,
             {*jaxpr.invars, *jaxpr.constvars},
             self.flow.depending(jaxpr, depends),
             self.flow.reaching(jaxpr, reaches),
             meeting_cost(jaxpr, self.flow),
+            meeting_sum(jaxpr, self.flow),
             uses_of(jaxpr),
         )
         env: dict[Var, Any] = {}
         env.update(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
-        for part in filter(None, parts_of(jaxpr.eqns, self.flow)):
-            if not self.flow.is_product(part[0]) and self.flow.holds_product(part[0]):
+        for part in parts:
+            if is_barrier(part):
+                operands = [env[a] if is_var(a) else a.val for a in part[0].invars]
+                results = lax.optimization_barrier(operands)
+                env.update(zip(part[0].outvars, results, strict=True))
+            elif not self.flow.is_product(part[0]) and self.flow.holds_product(part[0]):
                 results = self._call(program, part[0], env)
                 env.update(zip(part[0].outvars, results, strict=True))
             else:
@@ -158,33 +159,27 @@ class Evaluation:
         taken = {a for e in products for a in e.invars if is_var(a)}
         made = [v for e in segment for v in e.outvars if v in leaving or v in taken]
         stored = self._stored(program, segment, made)
-        head, rest = split_at(segment, stored & leaving)
+        head, rest = split_at(segment, stored.keys())
         if head and rest:
             self._part(program, head, env)  # the rest reads what is stored
             self._part(program, [*rest, *products], env)
             return
         function, needed = cut_out(jaxpr, segment, made)
         _, invars = cut_out(jaxpr, moving, outvars)
-        widened = {v for v in stored if not all(e and self.flow.closes(e) for e in program.uses[v])}
-
-        def stored_as(x: Any, v: Var) -> Any:
-            return rounded(x, self.half) if v in widened else cast(x, self.half)
 
         def part(*args: Any) -> list[Any]:
             values = dict(zip(invars, args, strict=True))
             results = function(*(widen(values[v], v) for v in needed))
             values.update(
-                (v, stored_as(x, v) if v in stored else x)
-                for v, x in zip(made, results, strict=True)
+                (v, stored[v](x) if v in stored else x) for v, x in zip(made, results, strict=True)
             )
             for eqn in products:
                 closed = self._product if self.flow.is_product(eqn) else self._as_traced
                 values.update(zip(eqn.outvars, closed(jaxpr, eqn, values), strict=True))
             return [values[v] for v in outvars]
 
-        names = {e.primitive.name for e in segment}
-        repeated = names - _LINEAR and (products or program.reaching.intersection(outvars))
-        if self.recompute and repeated and not any(map(acts, moving)):
+        repeated = products or program.reaching.intersection(outvars)
+        if self.recompute and repeated and not is_linear(segment) and not any(map(acts, moving)):
             part = jax.checkpoint(part, policy=self._is_kept)
         # What only products take is kept in half, but for arguments: they are there anyway.
         unmarked = [a for e in products if not marked_dtype(e) for a in e.invars]
@@ -204,19 +199,25 @@ class Evaluation:
 
     def _is_kept(self, primitive: Any, *_: Any, **__: Any) -> bool:
         # A product in a segment is one of a full-precision region.
-        name = primitive.name
-        return name in self.flow.products or (name.startswith(_KEPT) and name not in _NOT_KEPT)
+        return primitive.name in self.flow.products or is_kept(primitive.name)
 
-    def _stored(self, program: Program, eqns: list[JaxprEqn], outvars: list[Var]) -> set[Var]:
-        sizes = [_size(a) for e in eqns for a in (*e.invars, *e.outvars)]
-        return {
-            v
-            for v in outvars
-            if is_float32(v)
-            and v in program.depending
-            and v in program.reaching
-            and _size(v) * _SMALL >= max(sizes)
-        }
+    def _stored(
+        self, program: Program, segment: list[JaxprEqn], made: list[Var]
+    ) -> dict[Var, Callable[[Any], Any]]:
+        """What of a segment's results is stored in half, and how it gets there."""
+        largest = max((_size(a) for e in segment for a in (*e.invars, *e.outvars)), default=0)
+        # XLA fuses a sum with what it is a sum of, unless it had to compute something costly twice.
+        costly = max((_size(v) for e in segment if is_costly(e) for v in e.outvars), default=0)
+
+        def stored(v: Var) -> Callable[[Any], Any]:
+            if all(use is not None and self.flow.closes(use) for use in program.uses[v]):
+                return lambda x: cast(x, self.half)
+            return lambda x: rounded(
+                x, self.half, apart=_size(v) <= costly or v not in program.summed
+            )
+
+        found = {v for v in made if v in program.depending and v in program.reaching}
+        return {v: stored(v) for v in found if is_float32(v) and _size(v) * _SMALL >= largest}
 
 
 _UNKNOWN = (
@@ -226,4 +227,4 @@ _UNKNOWN = (
 
 
 def _size(atom: Any) -> int:
-    return math.prod(getattr(atom.aval, "shape", ()))
+    return math.prod(shape_of(atom))

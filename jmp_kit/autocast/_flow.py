@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.autocast._jaxpr import is_var, opened, primitive_names, scan_counts, subjaxprs
+from jmp_kit.autocast._jaxpr import is_var, names_within, opened, scan_counts, subjaxprs
 from jmp_kit.autocast._marks import is_in_full_precision
 
 # What libraries compute as one, attention say.
@@ -76,7 +76,7 @@ class Flow:
         )
 
     def closes(self, eqn: JaxprEqn) -> bool:
-        """Whether a segment ends in it and its operands are kept: products, kernels that take half."""
+        """Whether it ends a segment and its operands are kept: a product, or a kernel of half."""
         return self.is_product(eqn) or (_is_half_kernel(eqn) and not self.holds_product(eqn))
 
     def depending(self, jaxpr: Jaxpr, inputs: Sequence[bool]) -> set[Var]:
@@ -164,8 +164,7 @@ class Flow:
 
 
 def _is_half_kernel(eqn: JaxprEqn) -> bool:
-    names = {eqn.primitive.name}.union(*map(primitive_names, subjaxprs(eqn)))
     dtypes = [a.aval.dtype for a in eqn.invars if hasattr(a.aval, "dtype")]
     floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     is_half = bool(floats) and all(d.itemsize <= 2 for d in floats)
-    return is_half and any(name.startswith(KERNELS) for name in names)
+    return is_half and any(name.startswith(KERNELS) for name in names_within(eqn))

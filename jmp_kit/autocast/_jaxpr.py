@@ -27,6 +27,11 @@ def is_float32(atom: Atom) -> bool:
     return getattr(atom.aval, "dtype", None) == jnp.float32
 
 
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """Its shape; () of what has none."""
+    return tuple(getattr(atom.aval, "shape", ()))
+
+
 def opened(jaxpr: Any) -> tuple[Jaxpr, list[Any]]:
     """An open jaxpr and its constants, of an open or a closed one."""
     if isinstance(jaxpr, ClosedJaxpr):
@@ -44,8 +49,12 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 def primitive_names(jaxpr: Jaxpr) -> set[str]:
     """The names of all primitives in a jaxpr, however deep."""
-    inner = (primitive_names(sub) for eqn in jaxpr.eqns for sub in subjaxprs(eqn))
-    return {eqn.primitive.name for eqn in jaxpr.eqns}.union(*inner)
+    return set().union(*map(names_within, jaxpr.eqns))
+
+
+def names_within(eqn: JaxprEqn) -> set[str]:
+    """The names of the primitives of an equation: its own, and those inside it."""
+    return {eqn.primitive.name}.union(*map(primitive_names, subjaxprs(eqn)))
 
 
 def with_subjaxprs(eqn: JaxprEqn, replaced: Mapping[int, Jaxpr]) -> JaxprEqn:
@@ -118,13 +127,16 @@ def cast(x: Any, dtype: Any) -> Any:
     return x if jnp.result_type(x) == dtype else lax.convert_element_type(x, dtype)
 
 
-def rounded(x: Any, dtype: Any) -> Any:
+def rounded(x: Any, dtype: Any, apart: bool) -> Any:
     """The value in this dtype, for those too who cast it back.
 
-    XLA on GPUs deletes a cast to half and back, and stores float32. It does not see through a
-    choice that is made when the program runs, and it can still fuse it, as no barrier.
+    XLA on GPUs deletes a cast to half and back, and stores float32. It sees through neither a
+    barrier, which keeps `apart` what makes the value and what takes it, nor a choice that is made
+    when the program runs, which it fuses with both.
     """
     half = cast(x, dtype)
+    if apart:
+        return lax.optimization_barrier(half)
     return lax.select_n(lax.optimization_barrier(np.True_), lax.full_like(half, 0), half)
 
 

@@ -49,6 +49,11 @@ def stack_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn]) -> str:
     return "/".join(filter(None, (str(e.source_info.name_stack) for e in (*calls, eqn))))
 
 
+def is_backward(stack: str) -> bool:
+    """Whether an operation of these names belongs to a backward pass."""
+    return "transpose(" in stack
+
+
 def scope_of(eqn: JaxprEqn) -> str:
     """The names around an equation ("Decoder/lm_head")."""
     return names_in(str(eqn.source_info.name_stack))

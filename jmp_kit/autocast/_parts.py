@@ -66,3 +66,8 @@ def split_at(
 def acts(eqn: JaxprEqn) -> bool:
     """Whether running the equation twice would be seen; naming a mesh axis would not."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def is_barrier(part: Sequence[JaxprEqn]) -> bool:
+    """Whether the part lets its values through as they are stored."""
+    return [eqn.primitive.name for eqn in part] == ["optimization_barrier"]

@@ -13,6 +13,7 @@ from jmp_kit.autocast import (
     Body,
     bodies_of,
     cut_out,
+    is_backward,
     is_var,
     names_in,
     program_of,
@@ -157,7 +158,7 @@ class _Search:
             dtype=str(value.dtype),
             inputs=tuple(range_of(x) for x in operands if is_floating(x)),
             iteration=site.loops,
-            backward="transpose(" in stack,
+            backward=is_backward(stack),
             suggestion=advice_on(name, kind, value, operands),
         )
         return self._cause(record, is_constant=handed_on)

@@ -7,7 +7,16 @@ from typing import Any
 
 import jax
 
-from jmp_kit.autocast import PRODUCTS, Flow, names_in, products_in, pruned, stack_of, traced
+from jmp_kit.autocast import (
+    PRODUCTS,
+    Flow,
+    is_backward,
+    names_in,
+    products_in,
+    pruned,
+    stack_of,
+    traced,
+)
 from jmp_kit.numerics._audited import Audit, Product
 from jmp_kit.numerics._sources import source_of
 
@@ -37,11 +46,6 @@ def audit_traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Audit:
         dtypes = lhs, rhs, str(out.dtype)
         products.append(Product(source, path, kind, shape, *dtypes, flops, backward, times))
     return Audit("traced", jax.default_backend(), tuple(products), tuple(opaque))
-
-
-def is_backward(stack: str) -> bool:
-    """Whether an operation of these names belongs to a backward pass."""
-    return "transpose(" in stack
 
 
 def _path(stack: str, paths: Iterable[str]) -> str:

@@ -234,7 +234,7 @@ def test_kernels_and_solvers_are_not_run_again_in_the_backward_pass(operation, n
 
 @pytest.mark.parametrize("taken", [jnp.bfloat16, jnp.float32])
 def test_what_a_kernel_takes_in_half_is_kept_for_its_backward_pass(taken):
-    """Not the product's result that it is a part of; a float32 kernel gets what it was traced with."""
+    """Not what they are parts of; and a float32 kernel takes what it was traced with."""
     half, full = (jax.ShapeDtypeStruct((8, 8), d) for d in (taken, jnp.float32))
 
     @jax.custom_vjp
@@ -508,12 +508,14 @@ def test_tracing_takes_time_in_proportion():
                 x = jnp.tanh(x @ w)
             return x
 
-        half = autocast(fun, "mixed_bfloat16")
-        start = time.process_time()
-        jax.make_jaxpr(half)([SQUARE[0]] * layers, X)
-        return time.process_time() - start
+        taken = []
+        for _ in range(3):
+            half = autocast(fun, "mixed_bfloat16")
+            start = time.process_time()
+            jax.make_jaxpr(half)([SQUARE[0]] * layers, X)
+            taken.append(time.process_time() - start)
+        return min(taken)
 
-    seconds(10)
     ten, hundred, thousand = map(seconds, (10, 100, 1000))
     assert hundred < 20 * max(ten, 0.01)
     assert thousand < 20 * hundred

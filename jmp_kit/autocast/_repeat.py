@@ -1,0 +1,108 @@
+"""Segments computed again in a backward pass that is part of the program, as of a whole train step.
+
+Where only the loss is wrapped, `jax.checkpoint` does that when the gradient is taken. A program
+that holds its backward pass already stores for it what its forward pass made; instead, the parts
+of the backward pass are given equations that make it again, of what is stored anyway.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+
+import jax
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_kit.autocast._flow import Flow
+from jmp_kit.autocast._jaxpr import is_float32, is_var, names_within, opened
+from jmp_kit.autocast._marks import is_backward
+from jmp_kit.autocast._parts import acts
+from jmp_kit.autocast._worth import is_kept, is_linear
+
+Part = list[JaxprEqn]
+
+
+def repeating(
+    parts: Sequence[Part],
+    flow: Flow,
+    depending: Set[Var],
+    uses: Mapping[Var, Sequence[JaxprEqn | None]],
+) -> Iterator[Part]:
+    """The parts, those of the backward pass after what they make again.
+
+    That is what only its own segment and the backward pass take; what others take is stored anyway.
+
+    Args:
+      depending: the variables that depend on a product.
+      uses: the equations that take each variable; None for a result of the program.
+    """
+    eqns = [e for part in parts for e in part]
+    backward = {id(e) for e in eqns if is_backward(str(e.source_info.name_stack))}
+    if not backward:
+        yield from parts
+        return
+    order = {id(e): i for i, e in enumerate(eqns)}
+    part_of = {id(e): i for i, part in enumerate(parts) for e in part}
+
+    def is_whole(eqn: JaxprEqn) -> bool:
+        return flow.closes(eqn) or flow.holds_product(eqn) or acts(eqn)
+
+    def is_spared(use: JaxprEqn | None, part: int) -> bool:
+        beside = use is not None and part_of[id(use)] == part
+        return beside or (id(use) in backward and (flow.closes(use) or not is_whole(use)))
+
+    maker = {
+        v: e
+        for i, part in enumerate(parts)
+        if not is_linear([e for e in part if not flow.closes(e)])
+        for e in part
+        if id(e) not in backward and not is_whole(e) and not any(map(is_kept, names_within(e)))
+        for v in e.outvars
+        if v in depending and all(is_spared(use, i) for use in uses[v])
+    }
+    [barrier] = opened(jax.make_jaxpr(lax.optimization_barrier)(0.0))[0].eqns
+    ends = {v for e in eqns if flow.closes(e) and id(e) in backward for v in e.outvars}
+    behind: dict[Var, Var] = {}  # the barrier, where XLA cannot tell what it was before
+    made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
+    for i, part in enumerate(parts):
+        taken = [a for e in part if id(e) in backward for a in e.invars if is_var(a)]
+        wanted = [a for a in taken if a in maker and made_in[a] != i]
+        if not wanted:
+            yield part
+            continue
+        again, sources = _traced_back(wanted, maker)
+        fresh = [v for v in sources if v in depending and is_float32(v) and v not in behind]
+        if fresh:
+            # Nothing is made again before what comes from the products behind is there.
+            arrived = {a for a in taken if a in ends and made_in[a] < i}
+            fresh += sorted(arrived.difference(behind), key=made_in.__getitem__)[-1:]
+            behind.update((v, Var(v.aval)) for v in fresh)
+            yield [barrier.replace(invars=fresh, outvars=[behind[v] for v in fresh])]
+        renamed = dict(behind)
+        copies = [_copied(again[n], renamed) for n in sorted(again, key=order.__getitem__)]
+        yield copies + [_taking(e, renamed) if id(e) in backward else e for e in part]
+
+
+def _traced_back(
+    wanted: Sequence[Var], maker: Mapping[Var, JaxprEqn]
+) -> tuple[dict[int, JaxprEqn], dict[Var, None]]:
+    """The equations that make these variables, by id, and the variables that they start from."""
+    eqns: dict[int, JaxprEqn] = {}
+    sources: dict[Var, None] = {}
+    waiting = list(wanted)
+    while waiting:
+        var = waiting.pop()
+        if var not in maker:
+            sources[var] = None
+        elif id(maker[var]) not in eqns:
+            eqns[id(maker[var])] = maker[var]
+            waiting += filter(is_var, maker[var].invars)
+    return eqns, sources
+
+
+def _copied(eqn: JaxprEqn, renamed: dict[Var, Var]) -> JaxprEqn:
+    copy = _taking(eqn, renamed).replace(outvars=[Var(v.aval) for v in eqn.outvars])
+    renamed.update(zip(eqn.outvars, copy.outvars, strict=True))
+    return copy
+
+
+def _taking(eqn: JaxprEqn, renamed: Mapping[Var, Var]) -> JaxprEqn:
+    return eqn.replace(invars=[renamed.get(a, a) if is_var(a) else a for a in eqn.invars])

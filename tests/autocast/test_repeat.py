@@ -1,0 +1,128 @@
+"""A train step that is wrapped whole computes again what a wrapped loss would."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jmp_kit import autocast
+from tests.autocast.test_by_hand import COMPILES_AS_TRACED
+from tests.autocast.test_zoo import distance
+from tests.autocast.zoo import SQUARE, X, mean_square
+
+LAYERS = 4
+WEIGHTS = [0.3 * jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2 * LAYERS)]
+
+
+def norm(x):
+    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+
+def stream(weights, x):
+    for up, down in zip(weights[::2], weights[1::2], strict=True):
+        x = x + jax.nn.gelu(norm(x) @ up) @ down
+    return mean_square(norm(x) @ weights[0])
+
+
+def step_of(loss_fn):
+    def step(weights, x):
+        loss, grads = jax.value_and_grad(loss_fn)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    return step
+
+
+def bytes_of(compiled):
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.skipif(not COMPILES_AS_TRACED, reason="this XLA merges what is made again")
+def test_it_needs_the_memory_of_a_wrapped_loss():
+    def compiled(step):
+        weights = [jnp.tile(w, (8, 8)) / 8 for w in WEIGHTS]
+        return jax.jit(step).lower(weights, jnp.ones((4096, 128))).compile()
+
+    whole, kept = (
+        bytes_of(compiled(autocast(step_of(stream), "mixed_bfloat16", recompute=recompute)))
+        for recompute in (True, False)
+    )
+    loss_alone = bytes_of(compiled(step_of(autocast(stream, "mixed_bfloat16"))))
+    assert whole <= 1.1 * loss_alone
+    assert whole <= 0.5 * kept
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_the_numbers_are_those_of_a_wrapped_loss(policy):
+    whole = jax.jit(autocast(step_of(stream), policy))(WEIGHTS, X)
+    loss_alone = jax.jit(step_of(autocast(stream, policy)))(WEIGHTS, X)
+    change = functools.partial(jax.tree.map, jnp.subtract)
+    full = jax.jit(step_of(stream))(WEIGHTS, X)[0]
+    errors = [distance(change(w, WEIGHTS), change(full, WEIGHTS)) for w, _ in (whole, loss_alone)]
+    assert errors[0] <= 1.2 * errors[1]
+
+
+def operations(step, name):
+    program = str(jax.make_jaxpr(step)(SQUARE, X))
+    return len(re.findall(rf"= {name}\b", program))
+
+
+KEPT = {
+    "sort": lambda h: jnp.sort(h) * h,
+    "cumsum": lambda h: jnp.cumsum(h, -1) * h,
+    "random_bits": lambda h: h * jax.random.uniform(jax.random.key(0), h.shape),
+    "scan": lambda h: lax.fori_loop(0, 3, lambda i, h: jnp.sin(h), h),
+    "cholesky": lambda h: jnp.linalg.cholesky(h.T @ h + jnp.eye(16))[:8] * h,
+    "dot_general": lambda h: jax.checkpoint(lambda h: h @ SQUARE[1])(jnp.sin(h)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_takes_long_is_not_repeated(name):
+    def loss(w, x):
+        return mean_square(jnp.tanh(KEPT[name](jnp.tanh(x @ w[0]))) @ w[1])
+
+    step = step_of(loss)
+    assert operations(autocast(step, "mixed_bfloat16"), name) == operations(step, name) > 0
+    assert operations(autocast(step, "mixed_bfloat16"), "tanh") > operations(step, "tanh")
+
+
+def test_what_others_take_too_is_stored_and_not_repeated():
+    def loss(w, x):
+        h = jnp.exp(x @ w[0])  # read by a later segment
+        return mean_square((h + jnp.tanh(h @ w[1])) @ w[1])
+
+    step = step_of(loss)
+    repeated = autocast(step, "mixed_bfloat16")
+    assert operations(repeated, "exp") == operations(step, "exp") == 1
+    assert operations(repeated, "tanh") > operations(step, "tanh") == 1
+
+
+def test_a_step_inside_a_jit_a_result_of_the_forward_pass_and_a_barrier_of_the_user():
+    def loss(w, x):
+        h = lax.optimization_barrier(jnp.tanh(x @ w[0]))
+        z = h @ w[1]
+        return mean_square(jnp.exp(jnp.sin(z)) @ w[1]), (z, jnp.sin(z))
+
+    def step(w, x):
+        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(w, x)
+        return jax.tree.map(lambda w, g: w - g, w, grads), value, aux
+
+    want = step(SQUARE, X)
+    got = autocast(jax.jit(step), "mixed_float16")(SQUARE, X)
+    assert [x.dtype for x in jax.tree.leaves(got)] == [x.dtype for x in jax.tree.leaves(want)]
+    assert distance(got, want) < 0.01
+
+
+def test_a_long_segment():
+    """Thousands of operations between two products."""
+
+    def loss(w, x):
+        h = x @ w[0]
+        for _ in range(1500):
+            h = jnp.sin(h)
+        return mean_square(h @ w[1])
+
+    assert operations(autocast(step_of(loss), "mixed_bfloat16"), "sin") >= 3000
