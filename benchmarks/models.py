@@ -1,6 +1,7 @@
 """Flax models with a `dtype` for writing them by hand in half; None is float32."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -20,12 +21,16 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, half: Any = None)
     return out.astype(q.dtype)
 
 
+Attention = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
+
+
 class GPTBlock(nn.Module):
     """Causal attention and a GELU network, each after a norm."""
 
     heads: int
     dtype: Any
     half: Any
+    attention: Attention = causal_attention
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -34,7 +39,7 @@ class GPTBlock(nn.Module):
         dense = functools.partial(nn.Dense, dtype=self.dtype)
         *shape, width = x.shape
         qkv = dense(3 * width)(norm()(x)).reshape(*shape, 3, self.heads, width // self.heads)
-        y = causal_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], self.half)
+        y = self.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], self.half)
         x = x + dense(width)(y.reshape(x.shape))
         return x + dense(width)(nn.gelu(dense(4 * width)(norm()(x))))
 
@@ -48,6 +53,7 @@ class GPT(nn.Module):
     width: int
     dtype: Any = None
     half: Any = None  # what attention computes in, by a kernel that takes only half
+    attention: Attention = causal_attention
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -57,7 +63,7 @@ class GPT(nn.Module):
         position = self.param("position", initialise, (tokens.shape[1], self.width))
         x = embed(tokens) + position.astype(self.dtype or jnp.float32)
         for _ in range(self.layers):
-            x = GPTBlock(self.heads, self.dtype, self.half)(x)
+            x = GPTBlock(self.heads, self.dtype, self.half, self.attention)(x)
         return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
 
 

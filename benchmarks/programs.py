@@ -21,7 +21,8 @@ from benchmarks.deviceless import MISSING, deviceless, h200s, has_plugin
 from benchmarks.measuring import Contender
 from benchmarks.models import ResNet
 from benchmarks.results import Column, Options, Row, number
-from benchmarks.training import Task, contenders
+from benchmarks.stand_in import stand_in
+from benchmarks.training import Task, by_hand, contenders, peers, with_jmp_kit
 
 DEVICE = "NVIDIA H200, compiled for and not run"
 
@@ -52,11 +53,19 @@ def run(options: Options) -> list[Row]:
 def _programs(tiny: bool) -> Iterator[tuple[str, Contender, Sequence[Any]]]:
     """Groups, contenders, and the shapes that they are compiled for.
 
-    The GPT has plain attention: cuDNN's asks for a device.
+    To compile cuDNN's attention takes a device: the GPT has a stand-in for it, or plain attention.
     """
     size = gpt.TINY["gpt 124M"] if tiny else dataclasses.replace(gpt.SIZES["gpt 124M"], batch=16)
-    task = gpt.task(size, fused=False)
     tokens = jax.ShapeDtypeStruct((size.batch, size.time), jnp.int32)
+    task = gpt.task(size, attention=stand_in)
+    scattered = dataclasses.replace(
+        task, cross_entropy=optax.softmax_cross_entropy_with_integer_labels
+    )
+    name = "jmp_kit, bfloat16, loss of integer labels"
+    scattering = dataclasses.replace(with_jmp_kit(scattered)[0], name=name)
+    for contender in [*with_jmp_kit(task), scattering, *by_hand(task), *peers(task)]:
+        yield "gpt 124M, attention as one kernel", contender, (tokens, tokens)
+    task = gpt.task(size, fused=False)
     yield from (("gpt 124M", contender, (tokens, tokens)) for contender in contenders(task))
     one = jax.ShapeDtypeStruct((1, size.time), jnp.int32)
     yield from (("gpt 124M, serving one text", contender, (one,)) for contender in _serving(task))

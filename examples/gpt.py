@@ -176,7 +176,7 @@ def loss_fn(model: nnx.Module, text: Any) -> jax.Array:
     """Mean of -log p of every byte but the first, in nats; text is uint8[batch, time + 1]."""
     logits = model(text[:, :-1])
     targets = text[:, 1:].astype(jnp.int32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(targets, logits.shape[-1])).mean()
 
 
 @nnx.jit(donate_argnums=(0, 1))

@@ -1,0 +1,42 @@
+"""An attention kernel to compile for a GPU and not to run: its operands and results are cuDNN's."""
+
+import ctypes
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_NAMES = "attention_forward", "attention_backward"
+
+
+def stand_in(q: jax.Array, k: jax.Array, v: jax.Array, half: Any) -> jax.Array:
+    """Of [batch, time, heads, width] in `half`; who runs it gets an error, or worse."""
+    return _attention(*(x.astype(half) for x in (q, k, v))).astype(q.dtype)
+
+
+@jax.custom_vjp
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return _forward(q, k, v)[0]
+
+
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    batch, time, heads, _ = q.shape
+    like = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    statistics = jax.ShapeDtypeStruct((batch, heads, time), jnp.float32)
+    out, statistics = _call(_NAMES[0], (like, statistics), q, k, v)
+    return out, (q, k, v, out, statistics)
+
+
+def _backward(kept: Any, change: jax.Array) -> tuple[jax.Array, ...]:
+    like = jax.ShapeDtypeStruct(change.shape, change.dtype)
+    return tuple(_call(_NAMES[1], (like, like, like), *kept, change))
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _call(name: str, results: Any, *operands: jax.Array) -> Any:
+    # XLA asks for the address of a kernel, and not what it does.
+    address = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(address), platform="CUDA", api_version=0)
+    return jax.ffi.ffi_call(name, results, custom_call_api_version=2)(*operands)
