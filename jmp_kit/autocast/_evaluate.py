@@ -1,7 +1,6 @@
 """Evaluating a jaxpr: products in half, segments between them in float32 and stored in half."""
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,14 +21,14 @@ from jmp_kit.autocast._jaxpr import (
     is_var,
     retyped,
     rounded,
-    shape_of,
+    size_of,
     uses_of,
     widen,
 )
 from jmp_kit.autocast._marks import marked_dtype, scope_of
 from jmp_kit.autocast._parts import acts, is_barrier, parts_of, split_at
 from jmp_kit.autocast._repeat import repeating
-from jmp_kit.autocast._worth import is_costly, is_kept, is_linear, meeting_cost, meeting_sum
+from jmp_kit.autocast._worth import costly, is_costly, is_kept, is_linear, summed
 
 # A value this many times smaller than the largest of its segment is not worth storing in half.
 _SMALL = 8
@@ -42,8 +41,8 @@ class Program(NamedTuple):
     arguments: set[Var]
     depending: set[Var]  # on a product
     reaching: set[Var]  # a product
-    costly: set[Var]  # on their way to a function that XLA does not compute twice
-    summed: set[Var]  # as they lie
+    costly: set[Var]  # see `_worth`
+    summed: set[Var]
     uses: Mapping[Var, Sequence[JaxprEqn | None]]  # in order; None for a result of the jaxpr
 
     def leaving(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
@@ -87,8 +86,8 @@ class Evaluation:
             {*jaxpr.invars, *jaxpr.constvars},
             self.flow.depending(jaxpr, depends),
             self.flow.reaching(jaxpr, reaches),
-            meeting_cost(jaxpr, self.flow),
-            meeting_sum(jaxpr, self.flow),
+            costly(jaxpr, self.flow),
+            summed(jaxpr, self.flow),
             uses_of(jaxpr),
         )
         env: dict[Var, Any] = {}
@@ -205,26 +204,24 @@ class Evaluation:
         self, program: Program, segment: list[JaxprEqn], made: list[Var]
     ) -> dict[Var, Callable[[Any], Any]]:
         """What of a segment's results is stored in half, and how it gets there."""
-        largest = max((_size(a) for e in segment for a in (*e.invars, *e.outvars)), default=0)
+        largest = max((size_of(a) for e in segment for a in (*e.invars, *e.outvars)), default=0)
         # XLA fuses a sum with what it is a sum of, unless it had to compute something costly twice.
-        costly = max((_size(v) for e in segment if is_costly(e) for v in e.outvars), default=0)
+        largest_costly = max(
+            (size_of(v) for e in segment if is_costly(e) for v in e.outvars), default=0
+        )
 
         def stored(v: Var) -> Callable[[Any], Any]:
             if all(use is not None and self.flow.closes(use) for use in program.uses[v]):
                 return lambda x: cast(x, self.half)
             return lambda x: rounded(
-                x, self.half, apart=_size(v) <= costly or v not in program.summed
+                x, self.half, apart=size_of(v) <= largest_costly or v not in program.summed
             )
 
         found = {v for v in made if v in program.depending and v in program.reaching}
-        return {v: stored(v) for v in found if is_float32(v) and _size(v) * _SMALL >= largest}
+        return {v: stored(v) for v in found if is_float32(v) and size_of(v) * _SMALL >= largest}
 
 
 _UNKNOWN = (
     "autocast does not know how {where} calls what is inside it, so the products there run as they "
     "were traced. If that is meant, say so: with jmp_kit.full_precision(): …"
 )
-
-
-def _size(atom: Any) -> int:
-    return math.prod(shape_of(atom))

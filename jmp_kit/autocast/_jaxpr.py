@@ -5,6 +5,7 @@ Up to 0.11 a scan says `num_consts` and `num_carry`; from 0.12 it has trees, `ft
 """
 
 import collections
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,11 @@ def is_float32(atom: Atom) -> bool:
 def shape_of(atom: Atom) -> tuple[int, ...]:
     """Its shape; () of what has none."""
     return tuple(getattr(atom.aval, "shape", ()))
+
+
+def size_of(atom: Atom) -> int:
+    """How many values it has."""
+    return math.prod(shape_of(atom))
 
 
 def opened(jaxpr: Any) -> tuple[Jaxpr, list[Any]]:

@@ -1,12 +1,11 @@
 """What of a segment is worth computing twice, and what is worth storing instead."""
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.autocast._flow import KERNELS, Flow
-from jmp_kit.autocast._jaxpr import is_var, names_within, shape_of
+from jmp_kit.autocast._jaxpr import is_var, names_within, shape_of, size_of
 
 # What a segment's backward pass does not compute again, for it is small or takes long.
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
@@ -43,14 +42,25 @@ def is_costly(eqn: JaxprEqn) -> bool:
     return any(name.startswith(_COSTLY) for name in names_within(eqn))
 
 
-def meeting_cost(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
-    """The variables of all of which a costly function is computed before the next product."""
-    return _meeting(jaxpr, flow, is_costly, lambda var: math.prod(shape_of(var)))
+def summed(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
+    """The variables that are summed up before the next product, or what is made of them in place.
+
+    XLA on GPUs fuses such a sum with what it is a sum of.
+    """
+    return _meeting(jaxpr, flow, _is_sum, shape_of)
 
 
-def meeting_sum(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
-    """The variables that are summed up, or what is made of them in the same shape."""
-    return _meeting(jaxpr, flow, lambda eqn: eqn.primitive.name == "reduce_sum", shape_of)
+def costly(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
+    """The variables of all of which a costly function is computed before the next product.
+
+    Or a sum of another shape. With them XLA does not fuse a further sum.
+    """
+    cost, sums = (_meeting(jaxpr, flow, met, size_of) for met in (is_costly, _is_sum))
+    return cost | (sums - summed(jaxpr, flow))
+
+
+def _is_sum(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "reduce_sum"
 
 
 def _meeting(

@@ -197,6 +197,20 @@ def test_serving_takes_half_the_memory_as_the_readme_says():
     assert serving["jmp_kit, bfloat16, cast once"] <= 0.51 * serving["float32"]
 
 
+def test_half_precision_moves_and_needs_no_more_than_by_hand_as_the_readme_says():
+    rows = report.newest(report.ROOT / "benchmarks" / "results")["programs"]["rows"]
+    rows = [row for row in rows if row.get("group") == "gpt 124M, attention as one kernel"]
+    memory = {row["contender"]: row["program_mib"] for row in rows}
+    moved = {row["contender"]: row["bytes_moved"] for row in rows}
+    hand = "by hand, bfloat16"
+    for ours in ("jmp_kit, bfloat16", "jmp_kit, bfloat16, one line"):
+        assert memory[ours] <= 0.75 * memory[hand]
+        assert moved[ours] <= 1.05 * moved[hand]
+    ours, scattered = "jmp_kit, bfloat16", "jmp_kit, bfloat16, loss of integer labels"
+    assert memory[scattered] >= 1.2 * memory[ours]
+    assert moved[scattered] >= 1.1 * moved[ours]
+
+
 def rows_of(speed):
     return [
         {"contender": "by hand", "step_ms": 2.0, "images_per_s": speed, "program_mib": 2048.0},
