@@ -72,8 +72,8 @@ def repeating(
         fresh = [v for v in sources if v in depending and is_float32(v) and v not in behind]
         if fresh:
             # Nothing is made again before what comes from the products behind is there.
-            arrived = {a for a in taken if a in ends and made_in[a] < i}
-            fresh += sorted(arrived.difference(behind), key=made_in.__getitem__)[-1:]
+            arrived = [a for a in taken if a in ends and made_in[a] < i and a not in behind]
+            fresh += sorted(arrived, key=made_in.__getitem__)[-1:]
             behind.update((v, Var(v.aval)) for v in fresh)
             yield [barrier.replace(invars=fresh, outvars=[behind[v] for v in fresh])]
         renamed = dict(behind)
