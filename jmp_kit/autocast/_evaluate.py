@@ -14,6 +14,7 @@ from jmp_kit.autocast._biases import bias_of, carrying_bias
 from jmp_kit.autocast._calls import CALLS
 from jmp_kit.autocast._evaluator import Site
 from jmp_kit.autocast._flow import Flow, bodies_of
+from jmp_kit.autocast._inline import inlined
 from jmp_kit.autocast._jaxpr import (
     cast,
     cut_out,
@@ -25,7 +26,7 @@ from jmp_kit.autocast._jaxpr import (
     uses_of,
     widen,
 )
-from jmp_kit.autocast._marks import marked_dtype, scope_of
+from jmp_kit.autocast._marks import is_backward, marked_dtype, scope_of, stack_of
 from jmp_kit.autocast._parts import acts, is_barrier, parts_of, split_at
 from jmp_kit.autocast._repeat import repeating
 from jmp_kit.autocast._worth import costly, is_costly, is_kept, is_linear, summed
@@ -76,8 +77,11 @@ class Evaluation:
           depends: of each argument, whether it depends on a product.
           reaches: of each result, whether a product can be reached from it.
         """
+        repeats = self.recompute and any(is_backward(stack_of(e)) for e in jaxpr.eqns)
+        if repeats:
+            jaxpr = inlined(jaxpr, self.flow)
         parts = list(filter(None, parts_of(jaxpr.eqns, self.flow)))
-        if self.recompute:
+        if repeats:
             depending = self.flow.depending(jaxpr, depends)
             parts = list(repeating(parts, self.flow, depending, uses_of(jaxpr)))
             jaxpr = jaxpr.replace(eqns=[eqn for part in parts for eqn in part])

@@ -105,6 +105,18 @@ def pruned(jaxpr: Jaxpr) -> Jaxpr:
     return live
 
 
+def taking(eqn: JaxprEqn, renamed: Mapping[Var, Atom]) -> JaxprEqn:
+    """The equation, of other variables."""
+    return eqn.replace(invars=[renamed.get(a, a) if is_var(a) else a for a in eqn.invars])
+
+
+def copied(eqn: JaxprEqn, renamed: dict[Var, Atom]) -> JaxprEqn:
+    """The equation with results of its own, by which its results are renamed from here on."""
+    copy = taking(eqn, renamed).replace(outvars=[Var(v.aval) for v in eqn.outvars])
+    renamed.update(zip(eqn.outvars, copy.outvars, strict=True))
+    return copy
+
+
 def cut_out(
     jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Var]
 ) -> tuple[Callable[..., Sequence[Any]], list[Var]]:

@@ -44,8 +44,8 @@ def names_in(stack: str) -> str:
     return "/".join(name for name in names if name and not name.startswith(_MARK))
 
 
-def stack_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn]) -> str:
-    """The names and transformations around an equation inside of these calls."""
+def stack_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn] = ()) -> str:
+    """The names and transformations around an equation inside these calls."""
     return "/".join(filter(None, (str(e.source_info.name_stack) for e in (*calls, eqn))))
 
 

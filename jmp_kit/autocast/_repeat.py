@@ -12,8 +12,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.autocast._flow import Flow
-from jmp_kit.autocast._jaxpr import is_float32, is_var, names_within, opened
-from jmp_kit.autocast._marks import is_backward
+from jmp_kit.autocast._jaxpr import Atom, copied, is_float32, is_var, names_within, opened, taking
+from jmp_kit.autocast._marks import is_backward, stack_of
 from jmp_kit.autocast._parts import acts
 from jmp_kit.autocast._worth import is_kept, is_linear
 
@@ -35,10 +35,7 @@ def repeating(
       uses: the equations that take each variable; None for a result of the program.
     """
     eqns = [e for part in parts for e in part]
-    backward = {id(e) for e in eqns if is_backward(str(e.source_info.name_stack))}
-    if not backward:
-        yield from parts
-        return
+    backward = {id(e) for e in eqns if is_backward(stack_of(e))}
     order = {id(e): i for i, e in enumerate(eqns)}
     part_of = {id(e): i for i, part in enumerate(parts) for e in part}
 
@@ -76,9 +73,9 @@ def repeating(
             fresh += sorted(arrived, key=made_in.__getitem__)[-1:]
             behind.update((v, Var(v.aval)) for v in fresh)
             yield [barrier.replace(invars=fresh, outvars=[behind[v] for v in fresh])]
-        renamed = dict(behind)
-        copies = [_copied(again[n], renamed) for n in sorted(again, key=order.__getitem__)]
-        yield copies + [_taking(e, renamed) if id(e) in backward else e for e in part]
+        renamed: dict[Var, Atom] = dict(behind)
+        copies = [copied(again[n], renamed) for n in sorted(again, key=order.__getitem__)]
+        yield copies + [taking(e, renamed) if id(e) in backward else e for e in part]
 
 
 def _traced_back(
@@ -96,13 +93,3 @@ def _traced_back(
             eqns[id(maker[var])] = maker[var]
             waiting += filter(is_var, maker[var].invars)
     return eqns, sources
-
-
-def _copied(eqn: JaxprEqn, renamed: dict[Var, Var]) -> JaxprEqn:
-    copy = _taking(eqn, renamed).replace(outvars=[Var(v.aval) for v in eqn.outvars])
-    renamed.update(zip(eqn.outvars, copy.outvars, strict=True))
-    return copy
-
-
-def _taking(eqn: JaxprEqn, renamed: Mapping[Var, Var]) -> JaxprEqn:
-    return eqn.replace(invars=[renamed.get(a, a) if is_var(a) else a for a in eqn.invars])

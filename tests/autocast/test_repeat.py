@@ -1,7 +1,11 @@
 """A train step that is wrapped whole computes again what a wrapped loss would."""
 
 import functools
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,30 +13,18 @@ import pytest
 from jax import lax
 
 from jmp_kit import autocast
+from tests.autocast.stream import WEIGHTS, X, block, loss_through, printed, step_of
 from tests.autocast.test_by_hand import COMPILES_AS_TRACED
 from tests.autocast.test_zoo import distance
-from tests.autocast.zoo import SQUARE, X, mean_square
+from tests.autocast.zoo import SQUARE, mean_square
 
-LAYERS = 4
-WEIGHTS = [0.3 * jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2 * LAYERS)]
-
-
-def norm(x):
-    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
-
-
-def stream(weights, x):
-    for up, down in zip(weights[::2], weights[1::2], strict=True):
-        x = x + jax.nn.gelu(norm(x) @ up) @ down
-    return mean_square(norm(x) @ weights[0])
-
-
-def step_of(loss_fn):
-    def step(weights, x):
-        loss, grads = jax.value_and_grad(loss_fn)(weights, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
-
-    return step
+LOSSES = {
+    "as it is": loss_through(block),
+    "behind a jit": jax.jit(loss_through(block)),
+    "of jitted blocks": loss_through(jax.jit(block)),
+    "of jits in jits": jax.jit(loss_through(jax.jit(lambda x, *w: jax.jit(block)(x, *w)))),
+}
+STREAM = LOSSES["as it is"]
 
 
 def bytes_of(compiled):
@@ -40,28 +32,45 @@ def bytes_of(compiled):
 
 
 @pytest.mark.skipif(not COMPILES_AS_TRACED, reason="this XLA merges what is made again")
-def test_it_needs_the_memory_of_a_wrapped_loss():
+@pytest.mark.parametrize("name", LOSSES)
+def test_it_needs_the_memory_of_a_wrapped_loss(name):
     def compiled(step):
         weights = [jnp.tile(w, (8, 8)) / 8 for w in WEIGHTS]
         return jax.jit(step).lower(weights, jnp.ones((4096, 128))).compile()
 
     whole, kept = (
-        bytes_of(compiled(autocast(step_of(stream), "mixed_bfloat16", recompute=recompute)))
+        bytes_of(compiled(autocast(step_of(LOSSES[name]), "mixed_bfloat16", recompute=recompute)))
         for recompute in (True, False)
     )
-    loss_alone = bytes_of(compiled(step_of(autocast(stream, "mixed_bfloat16"))))
+    loss_alone = bytes_of(compiled(step_of(autocast(STREAM, "mixed_bfloat16"))))
     assert whole <= 1.1 * loss_alone
     assert whole <= 0.5 * kept
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_the_numbers_are_those_of_a_wrapped_loss(policy):
-    whole = jax.jit(autocast(step_of(stream), policy))(WEIGHTS, X)
-    loss_alone = jax.jit(step_of(autocast(stream, policy)))(WEIGHTS, X)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_numbers_are_those_of_a_wrapped_loss(name, policy):
+    whole = jax.jit(autocast(step_of(LOSSES[name]), policy))(WEIGHTS, X)
+    loss_alone = jax.jit(step_of(autocast(STREAM, policy)))(WEIGHTS, X)
     change = functools.partial(jax.tree.map, jnp.subtract)
-    full = jax.jit(step_of(stream))(WEIGHTS, X)[0]
+    full = jax.jit(step_of(STREAM))(WEIGHTS, X)[0]
     errors = [distance(change(w, WEIGHTS), change(full, WEIGHTS)) for w, _ in (whole, loss_alone)]
     assert errors[0] <= 1.2 * errors[1]
+
+
+def test_every_process_gives_xla_the_same_program():
+    """Many hosts run one, and XLA finds it in its cache again."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.autocast.stream"]
+    environment = os.environ | {"JAX_NUMPY_DTYPE_PROMOTION": "strict"}
+    root = pathlib.Path(__file__).parents[2]
+    programs = [
+        subprocess.run(
+            command, cwd=root, env=environment, check=True, capture_output=True, text=True
+        ).stdout
+        for _ in range(3)
+    ]
+    assert "bf16" in programs[0]
+    assert len({*programs, printed() + "\n"}) == 1
 
 
 def operations(step, name):

@@ -1,0 +1,46 @@
+"""Calls of jit replaced by what they call: forward and backward pass become one program."""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from jmp_kit.autocast._flow import Flow, bodies_of
+from jmp_kit.autocast._jaxpr import Atom, copied, is_var
+
+
+def inlined(jaxpr: Jaxpr, flow: Flow) -> Jaxpr:
+    """The jaxpr without calls of jit that hold products, but for those that place what they take.
+
+    XLA inlines them, too.
+    """
+    renamed: dict[Var, Atom] = {}
+    eqns = list(_inlined(jaxpr.eqns, renamed, (), flow))
+    outvars = [renamed.get(a, a) if is_var(a) else a for a in jaxpr.outvars]
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _inlined(
+    eqns: Sequence[JaxprEqn], renamed: dict[Var, Atom], calls: Sequence[JaxprEqn], flow: Flow
+) -> Iterator[JaxprEqn]:
+    for eqn in eqns:
+        copy = copied(eqn, renamed)
+        for call in reversed(calls):
+            stack = call.source_info.name_stack + copy.source_info.name_stack
+            copy = copy.replace(source_info=copy.source_info.replace(name_stack=stack))
+        if not (flow.holds_product(eqn) and _only_calls(eqn)):
+            yield copy
+            continue
+        [body] = bodies_of(eqn)
+        inner: dict[Var, Atom] = dict(zip(body.jaxpr.invars, copy.invars, strict=True))
+        yield from _inlined(body.jaxpr.eqns, inner, (*calls, eqn), flow)
+        results = (inner.get(a, a) if is_var(a) else a for a in body.jaxpr.outvars)
+        renamed.update(zip(eqn.outvars, results, strict=True))
+
+
+def _only_calls(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name not in ("jit", "pjit"):
+        return False
+    shardings = *eqn.params["in_shardings"], *eqn.params["out_shardings"]
+    placed = any(isinstance(s, jax.sharding.Sharding) for s in shardings)
+    return not placed and not any(body.consts for body in bodies_of(eqn))
