@@ -6,17 +6,19 @@ The function is traced once, at its own dtypes, to a jaxpr, which is split and e
   result, so that both of its backward products are half too.
 - A **segment** is a run of other operations between products. It computes in float32, exactly as
   it was traced; what leaves it on its way to a product, depends on a product and is large, is
-  stored in half. The backward pass computes it again: of a softmax, a norm or a GELU only the half
-  results of the products before it are kept.
+  stored in half, but for statistics: what is reduced and then combined with larger values. The
+  backward pass computes it again: of a softmax, a norm or a GELU only the half results of the
+  products before it are kept.
 - The **epilogue** is what no product follows, the loss say: float32, as it was traced.
 
     x: float32 -> product -> half -> segment -> half -> product -> half -> epilogue: float32
 
 `_flow` finds what depends on a product and what reaches one, `_parts` splits, `_evaluate`
-evaluates, `_worth` knows what is worth computing twice, `_repeat` has a backward pass do so,
-`_calls` and `_custom_derivatives` rebuild calls, loops, branches and rules around what is inside
-them, and `_jaxpr` knows how JAX's versions differ. `_rules` and `_full_precision` choose another
-dtype by marking equations; `_marks` reads and writes the marks.
+evaluates, and `_worth` knows what is worth computing twice. Where the backward pass is part of the
+program, `_repeat` has it do so, after `_inline` and `_scans` have brought it and the forward pass
+together. `_calls` and `_custom_derivatives` rebuild calls, loops, branches and rules around what is
+inside them, and `_jaxpr` knows how JAX's versions differ. `_rules` and `_full_precision` choose
+another dtype by marking equations; `_marks` reads and writes the marks.
 """
 
 from jmp_kit.autocast._autocast import PRODUCTS as PRODUCTS

@@ -29,7 +29,7 @@ from jmp_kit.autocast._jaxpr import (
 from jmp_kit.autocast._marks import is_backward, marked_dtype, scope_of, stack_of
 from jmp_kit.autocast._parts import acts, is_barrier, parts_of, split_at
 from jmp_kit.autocast._repeat import repeating
-from jmp_kit.autocast._worth import costly, is_costly, is_kept, is_linear, summed
+from jmp_kit.autocast._worth import costly, is_costly, is_kept, is_linear, reduced, spread, summed
 
 # A value this many times smaller than the largest of its segment is not worth storing in half.
 _SMALL = 8
@@ -44,6 +44,7 @@ class Program(NamedTuple):
     reaching: set[Var]  # a product
     costly: set[Var]  # see `_worth`
     summed: set[Var]
+    spread: set[Var]
     uses: Mapping[Var, Sequence[JaxprEqn | None]]  # in order; None for a result of the jaxpr
 
     def leaving(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
@@ -92,6 +93,7 @@ class Evaluation:
             self.flow.reaching(jaxpr, reaches),
             costly(jaxpr, self.flow),
             summed(jaxpr, self.flow),
+            spread(jaxpr, self.flow),
             uses_of(jaxpr),
         )
         env: dict[Var, Any] = {}
@@ -222,6 +224,7 @@ class Evaluation:
             )
 
         found = {v for v in made if v in program.depending and v in program.reaching}
+        found -= reduced(segment) & program.spread
         return {v: stored(v) for v in found if is_float32(v) and size_of(v) * _SMALL >= largest}
 
 

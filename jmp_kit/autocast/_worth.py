@@ -26,6 +26,11 @@ _COSTLY = (
     *("cbrt", "digamma", "lgamma", "igamma", "bessel", "regularized"),
 )
 
+# What is reduced and then combined with what it was reduced from, a row's sum in a softmax, is
+# better not rounded: so much would the row be wrong together.
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
+_JOINING = {"concatenate", "pad", "dynamic_update_slice", "scatter", "gather"}
+
 
 def is_kept(primitive: str) -> bool:
     """Whether results of this primitive are kept for the backward pass."""
@@ -47,7 +52,7 @@ def summed(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
 
     XLA on GPUs fuses such a sum with what it is a sum of.
     """
-    return _meeting(jaxpr, flow, _is_sum, shape_of)
+    return _meeting(jaxpr, flow, _sums, shape_of)
 
 
 def costly(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
@@ -55,18 +60,40 @@ def costly(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
 
     Or a sum of another shape. With them XLA does not fuse a further sum.
     """
-    cost, sums = (_meeting(jaxpr, flow, met, size_of) for met in (is_costly, _is_sum))
-    return cost | (sums - summed(jaxpr, flow))
+    cost = _meeting(jaxpr, flow, lambda eqn, _: is_costly(eqn), size_of)
+    return cost | (_meeting(jaxpr, flow, _sums, size_of) - summed(jaxpr, flow))
 
 
-def _is_sum(eqn: JaxprEqn) -> bool:
+def spread(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
+    """The variables that are combined with larger ones before the next product."""
+    return _meeting(jaxpr, flow, _spreads, size_of)
+
+
+def reduced(segment: Sequence[JaxprEqn]) -> set[Var]:
+    """The results of a segment's reductions, and what is made of them in place."""
+    found: set[Var] = set()
+    for eqn in segment:
+        sizes = {size_of(a) for a in eqn.invars if is_var(a) and a in found}
+        if not _REDUCTIONS.isdisjoint(names_within(eqn)):
+            largest = max(map(size_of, eqn.invars), default=0)
+            sizes |= {size for size in map(size_of, eqn.outvars) if size < largest}
+        found |= {v for v in eqn.outvars if size_of(v) in sizes}
+    return found
+
+
+def _sums(eqn: JaxprEqn, _: Var) -> bool:
     return eqn.primitive.name == "reduce_sum"
+
+
+def _spreads(eqn: JaxprEqn, operand: Var) -> bool:
+    joins = eqn.primitive.name in _JOINING
+    return not joins and any(size_of(v) > size_of(operand) for v in eqn.outvars)
 
 
 def _meeting(
     jaxpr: Jaxpr,
     flow: Flow,
-    is_met: Callable[[JaxprEqn], bool],
+    is_met: Callable[[JaxprEqn, Var], bool],
     measure: Callable[[Var], Hashable],
 ) -> set[Var]:
     """What goes into such an equation, and what goes into that with its measure kept."""
@@ -74,6 +101,6 @@ def _meeting(
     for eqn in reversed(jaxpr.eqns):
         if not flow.closes(eqn) and not flow.holds_product(eqn):
             measures = {measure(v) for v in eqn.outvars if v in found}
-            met = is_met(eqn)
-            found |= {a for a in eqn.invars if is_var(a) and (met or measure(a) in measures)}
+            operands = filter(is_var, eqn.invars)
+            found |= {a for a in operands if is_met(eqn, a) or measure(a) in measures}
     return found
