@@ -58,8 +58,8 @@ def autocast(
         makes a weight's gradient does not multiply by the weight.
       products: the names of the primitives that are products.
       recompute: whether the backward pass computes segments again instead of keeping their
-        float32 values. In a wrapped train step it does so but for layers that are scanned: there
-        wrap the loss.
+        float32 values. In a wrapped train step it does so but for layers in a `cond`, or in a
+        scan within a scan: there wrap the loss.
 
     Returns:
       A function of the same arguments. Arrays among them are traced, whatever else there is is

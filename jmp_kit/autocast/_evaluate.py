@@ -29,6 +29,7 @@ from jmp_kit.autocast._jaxpr import (
 from jmp_kit.autocast._marks import is_backward, marked_dtype, scope_of, stack_of
 from jmp_kit.autocast._parts import acts, is_barrier, parts_of, split_at
 from jmp_kit.autocast._repeat import repeating
+from jmp_kit.autocast._scans import repeating_scans
 from jmp_kit.autocast._worth import costly, is_costly, is_kept, is_linear, reduced, spread, summed
 
 # A value this many times smaller than the largest of its segment is not worth storing in half.
@@ -80,7 +81,7 @@ class Evaluation:
         """
         repeats = self.recompute and any(is_backward(stack_of(e)) for e in jaxpr.eqns)
         if repeats:
-            jaxpr = inlined(jaxpr, self.flow)
+            jaxpr = repeating_scans(inlined(jaxpr, self.flow), self.flow, depends)
         parts = list(filter(None, parts_of(jaxpr.eqns, self.flow)))
         if repeats:
             depending = self.flow.depending(jaxpr, depends)

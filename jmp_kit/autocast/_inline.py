@@ -6,7 +6,8 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.autocast._flow import Flow, bodies_of
-from jmp_kit.autocast._jaxpr import Atom, copied, is_var
+from jmp_kit.autocast._jaxpr import Atom, copied, in_place
+from jmp_kit.autocast._marks import called
 
 
 def inlined(jaxpr: Jaxpr, flow: Flow) -> Jaxpr:
@@ -16,8 +17,7 @@ def inlined(jaxpr: Jaxpr, flow: Flow) -> Jaxpr:
     """
     renamed: dict[Var, Atom] = {}
     eqns = list(_inlined(jaxpr.eqns, renamed, (), flow))
-    outvars = [renamed.get(a, a) if is_var(a) else a for a in jaxpr.outvars]
-    return jaxpr.replace(eqns=eqns, outvars=outvars)
+    return jaxpr.replace(eqns=eqns, outvars=in_place(jaxpr.outvars, renamed))
 
 
 def _inlined(
@@ -26,16 +26,14 @@ def _inlined(
     for eqn in eqns:
         copy = copied(eqn, renamed)
         for call in reversed(calls):
-            stack = call.source_info.name_stack + copy.source_info.name_stack
-            copy = copy.replace(source_info=copy.source_info.replace(name_stack=stack))
+            copy = called(copy, call)
         if not (flow.holds_product(eqn) and _only_calls(eqn)):
             yield copy
             continue
         [body] = bodies_of(eqn)
         inner: dict[Var, Atom] = dict(zip(body.jaxpr.invars, copy.invars, strict=True))
         yield from _inlined(body.jaxpr.eqns, inner, (*calls, eqn), flow)
-        results = (inner.get(a, a) if is_var(a) else a for a in body.jaxpr.outvars)
-        renamed.update(zip(eqn.outvars, results, strict=True))
+        renamed.update(zip(eqn.outvars, in_place(body.jaxpr.outvars, inner), strict=True))
 
 
 def _only_calls(eqn: JaxprEqn) -> bool:

@@ -105,9 +105,14 @@ def pruned(jaxpr: Jaxpr) -> Jaxpr:
     return live
 
 
+def in_place(atoms: Sequence[Atom], renamed: Mapping[Var, Atom]) -> list[Atom]:
+    """The atoms, or what stands in place of them."""
+    return [renamed.get(a, a) if is_var(a) else a for a in atoms]
+
+
 def taking(eqn: JaxprEqn, renamed: Mapping[Var, Atom]) -> JaxprEqn:
     """The equation, of other variables."""
-    return eqn.replace(invars=[renamed.get(a, a) if is_var(a) else a for a in eqn.invars])
+    return eqn.replace(invars=in_place(eqn.invars, renamed))
 
 
 def copied(eqn: JaxprEqn, renamed: dict[Var, Atom]) -> JaxprEqn:

@@ -49,6 +49,12 @@ def stack_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn] = ()) -> str:
     return "/".join(filter(None, (str(e.source_info.name_stack) for e in (*calls, eqn))))
 
 
+def called(eqn: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
+    """The equation with the names and transformations around this call before its own."""
+    stack = call.source_info.name_stack + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
 def is_backward(stack: str) -> bool:
     """Whether an operation of these names belongs to a backward pass."""
     return "transpose(" in stack

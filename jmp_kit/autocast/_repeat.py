@@ -5,7 +5,7 @@ that holds its backward pass already stores for it what its forward pass made; i
 of the backward pass are given equations that make it again, of what is stored anyway.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import jax
 from jax import lax
@@ -36,25 +36,18 @@ def repeating(
     """
     eqns = [e for part in parts for e in part]
     backward = {id(e) for e in eqns if is_backward(stack_of(e))}
+    early = depending - {v for e in eqns if id(e) in backward for v in e.outvars}
     order = {id(e): i for i, e in enumerate(eqns)}
     part_of = {id(e): i for i, part in enumerate(parts) for e in part}
 
-    def is_whole(eqn: JaxprEqn) -> bool:
-        return flow.closes(eqn) or flow.holds_product(eqn) or acts(eqn)
-
     def is_spared(use: JaxprEqn | None, part: int) -> bool:
         beside = use is not None and part_of[id(use)] == part
-        return beside or (id(use) in backward and (flow.closes(use) or not is_whole(use)))
+        return beside or (id(use) in backward and (flow.closes(use) or not _is_whole(use, flow)))
 
-    maker = {
-        v: e
-        for i, part in enumerate(parts)
-        if not is_linear([e for e in part if not flow.closes(e)])
-        for e in part
-        if id(e) not in backward and not is_whole(e) and not any(map(is_kept, names_within(e)))
-        for v in e.outvars
-        if v in depending and all(is_spared(use, i) for use in uses[v])
-    }
+    def is_made_again(v: Var, part: int) -> bool:
+        return v in early and all(is_spared(use, part) for use in uses[v])
+
+    maker = makers(parts, flow, is_made_again)
     [barrier] = opened(jax.make_jaxpr(lax.optimization_barrier)(0.0))[0].eqns
     ends = {v for e in eqns if flow.closes(e) and id(e) in backward for v in e.outvars}
     behind: dict[Var, Var] = {}  # the barrier, where XLA cannot tell what it was before
@@ -65,12 +58,12 @@ def repeating(
         if not wanted:
             yield part
             continue
-        again, sources = _traced_back(wanted, maker)
+        again, sources = traced_back(wanted, maker)
         fresh = [v for v in sources if v in depending and is_float32(v) and v not in behind]
         if fresh:
             # Nothing is made again before what comes from the products behind is there.
             arrived = [a for a in taken if a in ends and made_in[a] < i and a not in behind]
-            fresh += sorted(arrived, key=made_in.__getitem__)[-1:]
+            fresh += sorted(arrived, key=made_in.__getitem__, reverse=True)[:1]
             behind.update((v, Var(v.aval)) for v in fresh)
             yield [barrier.replace(invars=fresh, outvars=[behind[v] for v in fresh])]
         renamed: dict[Var, Atom] = dict(behind)
@@ -78,7 +71,31 @@ def repeating(
         yield copies + [taking(e, renamed) if id(e) in backward else e for e in part]
 
 
-def _traced_back(
+def makers(
+    parts: Sequence[Part], flow: Flow, is_made_again: Callable[[Var, int], bool]
+) -> dict[Var, JaxprEqn]:
+    """What may be made again, and the equation that does so, where that is worth it."""
+    return {
+        v: e
+        for i, part in enumerate(parts)
+        if not is_linear([e for e in part if not flow.closes(e)])
+        for e in part
+        if not _is_whole(e, flow) and not _is_kept(e, flow)
+        for v in e.outvars
+        if is_made_again(v, i)
+    }
+
+
+def _is_whole(eqn: JaxprEqn, flow: Flow) -> bool:
+    return flow.closes(eqn) or flow.holds_product(eqn) or acts(eqn)
+
+
+def _is_kept(eqn: JaxprEqn, flow: Flow) -> bool:
+    # A product that is no end of a segment is one of a full-precision region.
+    return any(name in flow.products or is_kept(name) for name in names_within(eqn))
+
+
+def traced_back(
     wanted: Sequence[Var], maker: Mapping[Var, JaxprEqn]
 ) -> tuple[dict[int, JaxprEqn], dict[Var, None]]:
     """The equations that make these variables, by id, and the variables that they start from."""

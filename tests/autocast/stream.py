@@ -31,6 +31,15 @@ def loss_through(block):
     return loss_fn
 
 
+def loss_through_scan(block):
+    def loss_fn(weights, x):
+        stacked = jnp.stack(weights[::2]), jnp.stack(weights[1::2])
+        x, _ = lax.scan(lambda x, w: (block(x, *w), None), x, stacked)
+        return jnp.mean((norm(x) @ weights[0]) ** 2)
+
+    return loss_fn
+
+
 def step_of(loss_fn):
     def step(weights, x):
         loss, grads = jax.value_and_grad(loss_fn)(weights, x)
@@ -40,8 +49,10 @@ def step_of(loss_fn):
 
 
 def printed():
-    step = autocast(step_of(loss_through(block)), "mixed_bfloat16")
-    return jax.jit(step).lower(WEIGHTS, X).as_text()
+    steps = [
+        autocast(step_of(kind(block)), jnp.bfloat16) for kind in (loss_through, loss_through_scan)
+    ]
+    return "".join(jax.jit(step).lower(WEIGHTS, X).as_text() for step in steps)
 
 
 if __name__ == "__main__":

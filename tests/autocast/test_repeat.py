@@ -12,8 +12,17 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_kit import autocast
-from tests.autocast.stream import WEIGHTS, X, block, loss_through, printed, step_of
+from jmp_kit import autocast, full_precision
+from tests.autocast.stream import (
+    WEIGHTS,
+    X,
+    block,
+    loss_through,
+    loss_through_scan,
+    norm,
+    printed,
+    step_of,
+)
 from tests.autocast.test_by_hand import COMPILES_AS_TRACED
 from tests.autocast.test_zoo import distance
 from tests.autocast.zoo import SQUARE, mean_square
@@ -23,6 +32,8 @@ LOSSES = {
     "behind a jit": jax.jit(loss_through(block)),
     "of jitted blocks": loss_through(jax.jit(block)),
     "of jits in jits": jax.jit(loss_through(jax.jit(lambda x, *w: jax.jit(block)(x, *w)))),
+    "scanned": loss_through_scan(block),
+    "scanned, of jits": jax.jit(loss_through_scan(jax.jit(block))),
 }
 STREAM = LOSSES["as it is"]
 
@@ -42,7 +53,7 @@ def test_it_needs_the_memory_of_a_wrapped_loss(name):
         bytes_of(compiled(autocast(step_of(LOSSES[name]), "mixed_bfloat16", recompute=recompute)))
         for recompute in (True, False)
     )
-    loss_alone = bytes_of(compiled(step_of(autocast(STREAM, "mixed_bfloat16"))))
+    loss_alone = bytes_of(compiled(step_of(autocast(LOSSES[name], "mixed_bfloat16"))))
     assert whole <= 1.1 * loss_alone
     assert whole <= 0.5 * kept
 
@@ -73,6 +84,102 @@ def test_every_process_gives_xla_the_same_program():
     assert len({*programs, printed() + "\n"}) == 1
 
 
+def scanned(body):
+    """A loss of layers that are scanned, `body(x, w)` each, on `SQUARE`."""
+    return lambda w, x: mean_square(lax.scan(body, x, jnp.stack(w))[0])
+
+
+def layer(x, w):
+    return x + jnp.sin(jnp.tanh(norm(x) @ w))
+
+
+def masked(x, w):
+    scores = jnp.where(jnp.tri(8) > 0, (x @ w) @ (x @ w).T / 4, -1e9)
+    return x + jax.nn.softmax(scores) @ x, None
+
+
+def with_a_result(w, x):
+    x, found = lax.scan(lambda x, w: (layer(x, w), jnp.tanh(x @ w)), x, jnp.stack(w))
+    return mean_square(x) + mean_square(found @ w[0])
+
+
+def with_a_constant(w, x):
+    gate = jnp.tanh(x @ w[0])
+    return scanned(lambda x, w: (layer(x, w) * jnp.tanh(gate @ w), None))(w, x)
+
+
+def with_a_key(w, x):
+    def body(carry, w):
+        x, key = carry
+        key, drawn = jax.random.split(key)
+        kept = jax.random.bernoulli(drawn, 0.8, x.shape)
+        return (jnp.where(kept, layer(x, w), 0.0), key), None
+
+    return mean_square(lax.scan(body, (x, jax.random.key(5)), jnp.stack(w))[0][0] @ w[0])
+
+
+def one_after_another(w, x):
+    x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, jnp.stack(w))
+    x, _ = lax.scan(lambda x, w: (layer(x, w), None), jnp.tanh(x), jnp.stack(w), reverse=True)
+    return mean_square(x @ w[0])
+
+
+SCANNED = {
+    "backwards": lambda w, x: mean_square(
+        lax.scan(lambda x, w: (layer(x, w), None), x, jnp.stack(w), reverse=True)[0]
+    ),
+    "masked": scanned(masked),
+    "rematerialised": scanned(jax.checkpoint(lambda x, w: (layer(x, w), None))),
+    "in a scan": scanned(
+        lambda x, w: lax.scan(lambda x, _: (layer(x, w), None), x, None, length=2)
+    ),
+    "with a result": with_a_result,
+    "with a constant": with_a_constant,
+    "with a key": with_a_key,
+    "one after another": one_after_another,
+    "mapped": lambda w, x: mean_square(lax.map(lambda w: layer(layer(x, w), w) @ w, jnp.stack(w))),
+    "counted": lambda w, x: mean_square(
+        lax.fori_loop(0, 2, lambda i, x: layer(x, jnp.stack(w)[i]), x)
+    ),
+    "of no round": lambda w, x: mean_square(
+        lax.scan(lambda x, _: (layer(x, w[0]), None), x, None, length=0)[0] @ w[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCANNED)
+def test_scans_give_the_numbers_of_a_wrapped_loss(name):
+    change = functools.partial(jax.tree.map, jnp.subtract)
+    full, *halves = (
+        change(jax.jit(step)(SQUARE, X)[0], SQUARE)
+        for step in (
+            step_of(SCANNED[name]),
+            autocast(step_of(SCANNED[name]), "mixed_float16"),
+            step_of(autocast(SCANNED[name], "mixed_float16")),
+        )
+    )
+    errors = [distance(half, full) for half in halves]
+    assert errors[0] <= 1.5 * errors[1] + 1e-4
+
+
+def test_sums_of_narrow_rows_are_not_rounded():
+    """A softmax over few experts: were its sums, its rows would be wrong together."""
+
+    def loss(w, x):
+        q = x @ w[0]
+        return mean_square(jax.nn.softmax(q @ q.T / 4) @ x)
+
+    full, whole, loss_alone = (
+        jax.jit(step)(SQUARE, X)
+        for step in (
+            jax.grad(loss),
+            autocast(jax.grad(loss), "mixed_float16"),
+            jax.grad(autocast(loss, "mixed_float16")),
+        )
+    )
+    assert distance(whole, full) <= 1.2 * distance(loss_alone, full)
+
+
 def operations(step, name):
     program = str(jax.make_jaxpr(step)(SQUARE, X))
     return len(re.findall(rf"= {name}\b", program))
@@ -96,6 +203,19 @@ def test_what_takes_long_is_not_repeated(name):
     step = step_of(loss)
     assert operations(autocast(step, "mixed_bfloat16"), name) == operations(step, name) > 0
     assert operations(autocast(step, "mixed_bfloat16"), "tanh") > operations(step, "tanh")
+
+
+def test_a_product_in_full_precision_is_not_repeated():
+    def loss(w, x):
+        h = x @ w[0]
+        with full_precision():
+            h = jnp.tanh(h) @ w[1]
+        return mean_square(jnp.sin(h) @ w[1])
+
+    step = step_of(loss)
+    repeated = autocast(step, "mixed_bfloat16")
+    assert operations(repeated, "dot_general") == operations(step, "dot_general")
+    assert operations(repeated, "sin") > operations(step, "sin")
 
 
 def test_what_others_take_too_is_stored_and_not_repeated():
