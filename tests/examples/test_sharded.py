@@ -1,5 +1,6 @@
 """The same run on many devices and in many processes, killed and gone on, to the same bits."""
 
+import functools
 import json
 import os
 import pathlib
@@ -55,16 +56,14 @@ def undisturbed(tmp_path_factory):
     return finished(start("--processes", 2, "--checkpoint-dir", folder)), folder / "fully_sharded"
 
 
-@pytest.fixture(scope="module")
-def in_one_process():
+@functools.cache
+def in_one_process(layout):
     with jax.numpy_dtype_promotion("standard"):
-        return {
-            layout: sharded.train(layout, STEPS, overflows=OVERFLOWS) for layout in sharded.LAYOUTS
-        }
+        return sharded.train(layout, STEPS, overflows=OVERFLOWS)
 
 
-def test_every_layout_walks_alike(in_one_process):
-    data, split, tensor = (in_one_process[layout] for layout in sharded.LAYOUTS)
+def test_every_layout_walks_alike():
+    data, split, tensor = map(in_one_process, sharded.LAYOUTS)
     for run in (split, tensor):
         assert (run.loss_scale, run.skipped) == (data.loss_scale, data.skipped) == (2.0**11, 2)
         np.testing.assert_allclose(run.losses, data.losses, rtol=0.01)
@@ -75,8 +74,8 @@ def test_every_layout_walks_alike(in_one_process):
     assert tensor.device_mib < 0.4 * data.device_mib
 
 
-def test_processes_walk_as_one(in_one_process, undisturbed):
-    one, (two, _) = in_one_process["fully_sharded"], undisturbed
+def test_processes_walk_as_one(undisturbed):
+    one, (two, _) = in_one_process("fully_sharded"), undisturbed
     four = finished(start("--processes", 4))
     # Between processes sums have one order, within one process another.
     assert four["losses"] == two["losses"]
@@ -155,7 +154,7 @@ def test_bad_arguments_teach(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_a_run_in_a_line(in_one_process):
-    line = sharded.told(in_one_process["data"])
-    for words in ("data", "8 devices, 1 process:", "scale 2048, skipped 2", "ms a step"):
+def test_a_run_in_a_line():
+    line = sharded.told(in_one_process("fully_sharded"))
+    for words in ("fully_sharded", "8 devices, 1 process:", "scale 2048, skipped 2", "ms a step"):
         assert words in line
