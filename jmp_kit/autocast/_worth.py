@@ -26,8 +26,8 @@ _COSTLY = (
     *("cbrt", "digamma", "lgamma", "igamma", "bessel", "regularized"),
 )
 
-# What is reduced and then combined with what it was reduced from, a row's sum in a softmax, is
-# better not rounded: so much would the row be wrong together.
+# What is reduced and then combined with what it was reduced from, the sum of a softmax's row say,
+# is not rounded: all of the row would be wrong alike, and derivatives are differences within it.
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
 _JOINING = {"concatenate", "pad", "dynamic_update_slice", "scatter", "gather"}
 
