@@ -58,11 +58,10 @@ def test_it_needs_the_memory_of_a_wrapped_loss(name):
     assert whole <= 0.5 * kept
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_numbers_are_those_of_a_wrapped_loss(name, policy):
-    whole = jax.jit(autocast(step_of(LOSSES[name]), policy))(WEIGHTS, X)
-    loss_alone = jax.jit(step_of(autocast(STREAM, policy)))(WEIGHTS, X)
+def test_the_numbers_are_those_of_a_wrapped_loss(name):
+    whole = jax.jit(autocast(step_of(LOSSES[name]), "mixed_float16"))(WEIGHTS, X)
+    loss_alone = jax.jit(step_of(autocast(STREAM, "mixed_float16")))(WEIGHTS, X)
     change = functools.partial(jax.tree.map, jnp.subtract)
     full = jax.jit(step_of(STREAM))(WEIGHTS, X)[0]
     errors = [distance(change(w, WEIGHTS), change(full, WEIGHTS)) for w, _ in (whole, loss_alone)]
