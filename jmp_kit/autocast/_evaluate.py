@@ -82,7 +82,7 @@ class Evaluation:
         repeats = self.recompute and any(is_backward(stack_of(e)) for e in jaxpr.eqns)
         if repeats:
             jaxpr = repeating_scans(inlined(jaxpr, self.flow), self.flow, depends)
-        parts = list(filter(None, parts_of(jaxpr.eqns, self.flow)))
+        parts = parts_of(jaxpr.eqns, self.flow)
         if repeats:
             depending = self.flow.depending(jaxpr, depends)
             parts = list(repeating(parts, self.flow, depending, uses_of(jaxpr)))

@@ -8,7 +8,7 @@ from jmp_kit.autocast._flow import Flow
 from jmp_kit.autocast._jaxpr import is_var
 
 
-def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
+def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> list[list[JaxprEqn]]:
     """Each part is a segment and the products after it, none of which takes another's result.
 
     Kernels that take half count as products here.
@@ -17,6 +17,10 @@ def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
     results of products are all that has to be kept. Calls that hold products, and equations with
     effects, whose order matters, are parts of their own.
     """
+    return list(filter(None, _split(eqns, flow)))
+
+
+def _split(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
     segment: list[JaxprEqn] = []
     products: list[JaxprEqn] = []
     following: list[JaxprEqn] = []

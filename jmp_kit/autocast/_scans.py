@@ -158,7 +158,7 @@ def _makers(
     depending = flow.depending(jaxpr, flow.body_inputs(body._replace(jaxpr=jaxpr), depends))
     others = {a for _, a in scan.carried if is_var(a)}
     others |= {a for _, a in scan.ys if is_var(a) and a not in slices}
-    parts = list(filter(None, parts_of(jaxpr.eqns, flow)))
+    parts = parts_of(jaxpr.eqns, flow)
     part_of = {id(e): i for i, part in enumerate(parts) for e in part}
     uses = uses_of(jaxpr)
 
