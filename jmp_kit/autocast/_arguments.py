@@ -37,6 +37,27 @@ def flattened(
     return flat, [leaves[i] for i in positions], structures.pop
 
 
+def on_arrays(
+    fun: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Callable[[dict[int, Any]], Any], dict[int, Any]]:
+    """`fun` of its arrays alone, and these; what is no array stays: flags, strings, functions."""
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+
+    def call(arrays: dict[int, Any]) -> Any:
+        args, kwargs = jax.tree.unflatten(
+            treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        )
+        return fun(*args, **kwargs)
+
+    return call, arrays
+
+
+def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`jax.eval_shape` that leaves alone what is no array."""
+    return jax.eval_shape(*on_arrays(fun, *args, **kwargs))
+
+
 def paths_of_arrays(fun: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
     """The path of each array argument, from its argument's name: "params/lm_head/kernel"."""
     names: list[str] = []

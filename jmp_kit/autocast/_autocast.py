@@ -3,22 +3,24 @@
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Primitive, primitives
+from jax.extend.core import Jaxpr, Primitive, Var, primitives
 from jax.typing import DTypeLike
 
 from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import is_array
-from jmp_kit.autocast._arguments import flattened, paths_of_arrays
+from jmp_kit.autocast._arguments import eval_shape, flattened, paths_of_arrays
 from jmp_kit.autocast._evaluate import Evaluation
+from jmp_kit.autocast._evaluator import Known, Stored
 from jmp_kit.autocast._flow import Flow
 from jmp_kit.autocast._full_precision import full_precision
 from jmp_kit.autocast._jaxpr import cast, is_float32, opened, primitive_names
 from jmp_kit.autocast._rules import Rules
+from jmp_kit.autocast._state import STATE, States
 
 # The primitives that are products, by name, for JAX does not export all of them.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -36,7 +38,13 @@ def autocast(
 
         product:  half(x) · half(y), in half, forward and backward
         segment:  float32 inside; stored in half; computed again in the backward pass
+        state:    float32; products take it in half
         epilogue: float32
+
+    State is what is updated rather than made anew: a value that an argument of `fun`, or the carry
+    of a loop, reaches at its own size by additions, factors, maxima and selections. So weights that
+    an optimizer or an inner loop changes keep the smallest update, also where products follow:
+    `jax.lax.fori_loop(0, 1000, lambda _, y: y + 1e-3 * (y @ w), y)`.
 
     `fun` may be any JAX function: Flax, Equinox, Haiku or plain jnp; a loss, or for bfloat16 a
     whole train step with `jax.value_and_grad` and the optimizer inside. It composes with jit,
@@ -90,12 +98,42 @@ def autocast(
             '"mixed_bfloat16"), or @autocast("mixed_bfloat16") above the function.'
         )
     policy = as_policy(policy)
-    flow = Flow(_names(products))
-    dtypes = _compiled(rules or {})
-    halves = [d for d in (policy.compute_dtype, *dtypes.values()) if jnp.finfo(d).bits == 16]
+    plan = _Plan(fun, policy, _compiled(rules or {}), Flow(_names(products)), recompute)
 
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
+        return plan.evaluated(args, kwargs, notes=None)
+
+    return autocast_fun
+
+
+def stored_values(
+    fun: Callable[..., Any],
+    policy: Policy | str | DTypeLike,
+    *args: Any,
+    rules: Mapping[str, Policy | str | DTypeLike] | None = None,
+    **kwargs: Any,
+) -> list[Stored]:
+    """What `autocast(fun, policy, rules=rules)` stores of these arguments, in which dtype, why."""
+    plan = _Plan(fun, as_policy(policy), _compiled(rules or {}), Flow(PRODUCTS), True)
+    notes: dict[Var, Stored] = {}
+    eval_shape(lambda *args, **kwargs: plan.evaluated(args, kwargs, notes), *args, **kwargs)
+    return list(notes.values())
+
+
+class _Plan(NamedTuple):
+    """A function and how it is to be evaluated."""
+
+    fun: Callable[..., Any]
+    policy: Policy
+    dtypes: Mapping[re.Pattern[str], np.dtype]
+    flow: Flow
+    recompute: bool
+
+    def evaluated(self, args: Any, kwargs: Any, notes: dict[Var, Stored] | None) -> Any:
+        """The function's results."""
+        fun, policy, dtypes, flow, recompute = self
+        halves = [d for d in (policy.compute_dtype, *dtypes.values()) if jnp.finfo(d).bits == 16]
         if not halves:
             with full_precision():  # within another autocast, the innermost policy wins
                 outputs = fun(*args, **kwargs)
@@ -109,15 +147,19 @@ def autocast(
         if dtypes:
             paths = paths_of_arrays(fun, args, kwargs)
             jaxpr = Rules(dtypes, policy.compute_dtype, half, flow).marked(jaxpr, paths)
-        nothing = [False] * len(arrays), [False] * len(jaxpr.outvars)
-        results = Evaluation(half, flow, recompute).run(jaxpr, consts, arrays, *nothing)
+        known = Known(
+            depends=[False] * len(arrays),
+            origins=[STATE] * len(arrays),
+            reaches=[False] * len(jaxpr.outvars),
+            whole=[True] * len(jaxpr.outvars),
+        )
+        evaluation = Evaluation(half, flow, recompute, States(flow), notes)
+        results = evaluation.run(jaxpr, consts, arrays, known)
         outputs = [
             cast(x, policy.output_dtype) if is_float32(atom) else x
             for x, atom in zip(results, jaxpr.outvars, strict=True)
         ]
         return jax.tree.unflatten(structure(), outputs)
-
-    return autocast_fun
 
 
 def _leaving(x: Any, policy: Policy) -> Any:

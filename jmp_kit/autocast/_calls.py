@@ -5,11 +5,14 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from jmp_kit.autocast._custom_derivatives import custom_jvp, custom_vjp
-from jmp_kit.autocast._evaluator import Site
+from jmp_kit.autocast._evaluator import ANEW, CARRIED, LEADS, SMALL, UPDATED, Site
 from jmp_kit.autocast._flow import Body, bodies_of
-from jmp_kit.autocast._jaxpr import is_float32, scan_counts, settled
+from jmp_kit.autocast._jaxpr import cast, is_float32, is_small, scan_counts, settled
+from jmp_kit.autocast._parts import parts_of
+from jmp_kit.autocast._state import STATE
 
 
 def _jit(site: Site) -> Sequence[Any]:
@@ -78,7 +81,12 @@ def _scan(site: Site) -> Sequence[Any]:
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         results = function(*consts, *carry, *x)
-        return settled(results[:n_carry], dtypes), results[n_carry:]
+        # What is stacked for products alone is stacked in half, state too.
+        ys = [
+            cast(y, site.evaluator.half) if multiplied else y
+            for y, multiplied in zip(results, site.multiplied, strict=True)
+        ]
+        return settled(results[:n_carry], dtypes), ys[n_carry:]
 
     params = {name: site.eqn.params[name] for name in ("length", "reverse", "unroll")}
     carry, ys = lax.scan(step, settled(start, dtypes), xs, **params)
@@ -91,8 +99,12 @@ def _while(site: Site) -> Sequence[Any]:
     cond_consts, body_consts, start = _parted(site.operands, n_cond, n_body)
     dtypes = _carry_dtypes(site, body)
     # The condition gets what the body makes of its variables.
-    carried = site.evaluator.flow.body_inputs(body, site.depends)[n_body:]
-    test = site._replace(depends=[*site.depends[: n_cond + n_body], *carried]).inside(condition)
+    inside = site.known_inside(body)
+    known = site.known._replace(
+        depends=[*site.known.depends[: n_cond + n_body], *inside.depends[n_body:]],
+        origins=[*site.known.origins[: n_cond + n_body], *inside.origins[n_body:]],
+    )
+    test = site._replace(known=known).inside(condition)
     step = site.inside(body)
     return lax.while_loop(
         lambda carry: test(*cond_consts, *carry)[0],
@@ -107,16 +119,33 @@ def _parted(operands: Sequence[Any], first: int, second: int) -> tuple[list[Any]
 
 
 def _carry_dtypes(site: Site, body: Body) -> list[Any]:
-    """Half what depends on a product and feeds one in the body itself, the rest as traced."""
-    flow = site.evaluator.flow
-    depends = flow.body_inputs(body, site.depends)
-    feeds = flow.reaching(body.jaxpr, flow.body_outputs(body, [False] * len(site.eqn.outvars)))
+    """Half what depends on a product, feeds one in the body itself, is large and made anew."""
+    flow, known = site.evaluator.flow, site.known_inside(body)
+    within = flow.body_outputs(body, [False] * len(site.eqn.outvars))
+    feeds = flow.reaching(body.jaxpr, within)
+    segments = [
+        [e for e in part if not flow.is_product(e) and not flow.holds_product(e)]
+        for part in parts_of(body.jaxpr.eqns, flow)
+    ]
     dtypes = []
-    for _, variable in body.carried:
-        var = body.jaxpr.invars[variable]
-        half = is_float32(var) and depends[variable] and var in feeds
-        dtypes.append(site.evaluator.half if half else var.aval.dtype)
+    for result, variable in body.carried:
+        var, made = body.jaxpr.invars[variable], body.jaxpr.outvars[result]
+        dtype = var.aval.dtype
+        if is_float32(var) and known.depends[variable] and var in feeds:
+            beside = [e for s in segments if _takes_part(s, (var, made)) for e in s]
+            if known.whole[result]:
+                why = UPDATED if known.origins[variable] & STATE else LEADS
+            elif is_small(var, beside):
+                why = SMALL
+            else:
+                dtype, why = site.evaluator.half, ANEW
+            site.evaluator.note(site.eqn, var, dtype, f"{CARRIED}, {why}")
+        dtypes.append(dtype)
     return dtypes
+
+
+def _takes_part(segment: Sequence[JaxprEqn], atoms: Sequence[Any]) -> bool:
+    return any(a is b for e in segment for a in (*e.invars, *e.outvars) for b in atoms)
 
 
 CALLS: dict[str, Callable[[Site], Sequence[Any]]] = {

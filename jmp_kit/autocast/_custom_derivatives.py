@@ -11,10 +11,16 @@ import numpy as np
 from jmp_kit.autocast._evaluator import Site, traced_and_run
 from jmp_kit.autocast._flow import bodies_of
 from jmp_kit.autocast._jaxpr import cut_out, settled
+from jmp_kit.autocast._state import STATE
 
 
 def _smooth(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _of_smooth(values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """Of values one for each output, those of outputs that have a derivative."""
+    return [x for x, aval in zip(values, outputs, strict=True) if _smooth(aval.dtype)]
 
 
 def _no_tangent(shape: Sequence[int]) -> np.ndarray:
@@ -44,6 +50,7 @@ def custom_jvp(site: Site) -> Sequence[Any]:
     as_traced, dtypes = _as_traced(site)
     smooth = [i for i, dtype in enumerate(dtypes) if i >= closed and _smooth(dtype)]
     n_in, outputs = len(site.operands), [var.aval for var in site.eqn.outvars]
+    known = site.known
 
     @call.defjvp
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -53,14 +60,19 @@ def custom_jvp(site: Site) -> Sequence[Any]:
                 slopes[i - closed] = slope
             function = functools.partial(as_traced, *args[:closed])
             values, slopes = jax.jvp(function, args[closed:n_in], tuple(slopes))
-            return [*values, *(s for s, a in zip(slopes, outputs, strict=True) if _smooth(a.dtype))]
+            return [*values, *_of_smooth(slopes, outputs)]
 
         results, _ = traced_and_run(
             site.evaluator,
             both,
             [*constants, *primals, *(tangents[i - closed] for i in smooth)],
             [*dtypes, *(dtypes[i] for i in smooth)],
-            [*site.depends, *(site.depends[i] for i in smooth)],
+            [*known.depends, *(known.depends[i] for i in smooth)],
+            [*known.origins, *(known.origins[i] for i in smooth)],
+            [
+                *known.whole,
+                *(w for w, a in zip(known.whole, outputs, strict=True) if _smooth(a.dtype)),
+            ],
         )
         expected = [x.dtype for x in jax.eval_shape(call, *primals)]
         values, slopes = settled(results[: len(outputs)], expected), iter(results[len(outputs) :])
@@ -81,6 +93,7 @@ def custom_vjp(site: Site) -> Sequence[Any]:
     as_traced, dtypes = _as_traced(site)
     smooth = [i for i, dtype in enumerate(dtypes[closed:]) if _smooth(dtype)]
     outputs = [var.aval for var in site.eqn.outvars]
+    known = site.known
     residual_dtypes: list[Any] = []
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
@@ -94,7 +107,13 @@ def custom_vjp(site: Site) -> Sequence[Any]:
             return [*values, *leaves]
 
         results, found = traced_and_run(
-            site.evaluator, flat, [*constants, *args], dtypes, site.depends
+            site.evaluator,
+            flat,
+            [*constants, *args],
+            dtypes,
+            known.depends,
+            known.origins,
+            known.whole,
         )
         residual_dtypes[:] = found[len(outputs) :]
         expected = [x.dtype for x in jax.eval_shape(call, *args)]
@@ -105,7 +124,7 @@ def custom_vjp(site: Site) -> Sequence[Any]:
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         pullback, like = residuals
         leaves, treedef = jax.tree.flatten(pullback)
-        received = [c for c, a in zip(cotangents, outputs, strict=True) if _smooth(a.dtype)]
+        received = _of_smooth(cotangents, outputs)
 
         def flat(*args: Any) -> list[Any]:
             given = iter(args[len(leaves) :])
@@ -117,8 +136,11 @@ def custom_vjp(site: Site) -> Sequence[Any]:
             site.evaluator,
             flat,
             [*leaves, *received],
-            [*residual_dtypes, *(a.dtype for a in outputs if _smooth(a.dtype))],
+            [*residual_dtypes, *_of_smooth([a.dtype for a in outputs], outputs)],
             [True] * (len(leaves) + len(received)),
+            # The cotangent of state is state.
+            [0] * len(leaves) + [STATE * whole for whole in _of_smooth(known.whole, outputs)],
+            [bool(known.origins[closed + i] & STATE) for i in smooth],
         )
         given = dict(zip(smooth, results, strict=True))
         return tuple(

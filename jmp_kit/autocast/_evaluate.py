@@ -12,13 +12,14 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.autocast._biases import bias_of, carrying_bias
 from jmp_kit.autocast._calls import CALLS
-from jmp_kit.autocast._evaluator import Site
+from jmp_kit.autocast._evaluator import ANEW, LEADS, MULTIPLIED, UPDATED, Known, Site, Stored
 from jmp_kit.autocast._flow import Flow, bodies_of
 from jmp_kit.autocast._inline import inlined
 from jmp_kit.autocast._jaxpr import (
     cast,
     cut_out,
     is_float32,
+    is_small,
     is_var,
     retyped,
     rounded,
@@ -30,10 +31,8 @@ from jmp_kit.autocast._marks import is_backward, marked_dtype, scope_of, stack_o
 from jmp_kit.autocast._parts import acts, is_barrier, parts_of, split_at
 from jmp_kit.autocast._repeat import repeating
 from jmp_kit.autocast._scans import repeating_scans
+from jmp_kit.autocast._state import STATE, Origins, States
 from jmp_kit.autocast._worth import costly, is_costly, is_kept, is_linear, reduced, spread, summed
-
-# A value this many times smaller than the largest of its segment is not worth storing in half.
-_SMALL = 8
 
 
 class Program(NamedTuple):
@@ -43,6 +42,9 @@ class Program(NamedTuple):
     arguments: set[Var]
     depending: set[Var]  # on a product
     reaching: set[Var]  # a product
+    origins: Mapping[Var, Origins]  # of what it is an update
+    whole: set[Var]  # not to be rounded
+    taken: set[Var]  # by something that is no product
     costly: set[Var]  # see `_worth`
     summed: set[Var]
     spread: set[Var]
@@ -62,23 +64,23 @@ class Evaluation:
     half: np.dtype
     flow: Flow
     recompute: bool
+    states: States
+    notes: dict[Var, Stored] | None = dataclasses.field(default=None, compare=False, repr=False)
+    calls: tuple[JaxprEqn, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    def note(self, eqn: JaxprEqn, var: Var, dtype: Any, why: str) -> None:
+        """Takes down what was decided."""
+        if self.notes is not None:
+            self.notes[var] = Stored(eqn, self.calls, var, np.dtype(dtype), why)
 
     def run(
-        self,
-        jaxpr: Jaxpr,
-        consts: Sequence[Any],
-        args: Sequence[Any],
-        depends: Sequence[bool],
-        reaches: Sequence[bool],
+        self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], known: Known
     ) -> list[Any]:
         """The results of a jaxpr.
 
         What was float32 when the program was traced may come in, and go out, in half.
-
-        Args:
-          depends: of each argument, whether it depends on a product.
-          reaches: of each result, whether a product can be reached from it.
         """
+        depends = known.depends
         repeats = self.recompute and any(is_backward(stack_of(e)) for e in jaxpr.eqns)
         if repeats:
             jaxpr = repeating_scans(inlined(jaxpr, self.flow), self.flow, depends)
@@ -87,11 +89,18 @@ class Evaluation:
             depending = self.flow.depending(jaxpr, depends)
             parts = list(repeating(parts, self.flow, depending, uses_of(jaxpr)))
             jaxpr = jaxpr.replace(eqns=[eqn for part in parts for eqn in part])
+        depending = self.flow.depending(jaxpr, depends)
+        states = self.states.mirrored(jaxpr, known.origins, depends)
+        origins = states.origins(jaxpr, known.origins, depends)
+        steps = states.steps(jaxpr)
         program = Program(
             jaxpr,
             {*jaxpr.invars, *jaxpr.constvars},
-            self.flow.depending(jaxpr, depends),
-            self.flow.reaching(jaxpr, reaches),
+            depending,
+            self.flow.reaching(jaxpr, known.reaches),
+            origins,
+            states.whole(jaxpr, known.whole, origins, depending),
+            self.flow.taken_by_others(jaxpr),
             costly(jaxpr, self.flow),
             summed(jaxpr, self.flow),
             spread(jaxpr, self.flow),
@@ -107,7 +116,9 @@ class Evaluation:
                 results = lax.optimization_barrier(operands)
                 env.update(zip(part[0].outvars, results, strict=True))
             elif not self.flow.is_product(part[0]) and self.flow.holds_product(part[0]):
-                results = self._call(program, part[0], env)
+                stepping = not steps.isdisjoint(part[0].outvars)
+                inside = dataclasses.replace(states, stepping=stepping)
+                results = dataclasses.replace(self, states=inside)._call(program, part[0], env)
                 env.update(zip(part[0].outvars, results, strict=True))
             else:
                 self._fixed(program, part, env)
@@ -139,10 +150,18 @@ class Evaluation:
             warnings.warn(_UNKNOWN.format(where=where), stacklevel=2)
             return self._as_traced(program.jaxpr, eqn, env)
         operands = [env[a] if is_var(a) else a.val for a in eqn.invars]
-        depends = [is_var(a) and a in program.depending for a in eqn.invars]
-        reaches = [v in program.reaching for v in eqn.outvars]
-        evaluator = dataclasses.replace(self, half=marked_dtype(eqn) or self.half)
-        return CALLS[eqn.primitive.name](Site(evaluator, eqn, operands, depends, reaches))
+        known = Known(
+            depends=[is_var(a) and a in program.depending for a in eqn.invars],
+            origins=[program.origins.get(a, 0) if is_var(a) else 0 for a in eqn.invars],
+            reaches=[v in program.reaching for v in eqn.outvars],
+            whole=[v in program.whole for v in eqn.outvars],
+        )
+        multiplied = [
+            v in program.depending and v not in program.taken and is_float32(v) for v in eqn.outvars
+        ]
+        half, calls = marked_dtype(eqn) or self.half, (*self.calls, eqn)
+        evaluator = dataclasses.replace(self, half=half, calls=calls)
+        return CALLS[eqn.primitive.name](Site(evaluator, eqn, operands, known, multiplied))
 
     def _moves(self, program: Program, eqn: JaxprEqn) -> bool:
         depends = any(is_var(a) and a in program.depending for a in eqn.invars)
@@ -192,7 +211,9 @@ class Evaluation:
         halved = {a for a in unmarked if is_var(a) and is_float32(a)}
         args = [
             cast(env[v], self.half)
-            if v in halved and v not in needed and v not in program.arguments
+            if v in halved
+            and v not in needed
+            and (v not in program.arguments or v in program.depending)
             else env[v]
             for v in invars
         ]
@@ -211,14 +232,16 @@ class Evaluation:
         self, program: Program, segment: list[JaxprEqn], made: list[Var]
     ) -> dict[Var, Callable[[Any], Any]]:
         """What of a segment's results is stored in half, and how it gets there."""
-        largest = max((size_of(a) for e in segment for a in (*e.invars, *e.outvars)), default=0)
         # XLA fuses a sum with what it is a sum of, unless it had to compute something costly twice.
         largest_costly = max(
             (size_of(v) for e in segment if is_costly(e) for v in e.outvars), default=0
         )
 
+        def only_closing(v: Var) -> bool:
+            return all(use is not None and self.flow.closes(use) for use in program.uses[v])
+
         def stored(v: Var) -> Callable[[Any], Any]:
-            if all(use is not None and self.flow.closes(use) for use in program.uses[v]):
+            if only_closing(v):
                 return lambda x: cast(x, self.half)
             return lambda x: rounded(
                 x, self.half, apart=size_of(v) <= largest_costly or v not in program.summed
@@ -226,7 +249,16 @@ class Evaluation:
 
         found = {v for v in made if v in program.depending and v in program.reaching}
         found -= reduced(segment) & program.spread
-        return {v: stored(v) for v in found if is_float32(v) and size_of(v) * _SMALL >= largest}
+        found = {v for v in found if is_float32(v) and not is_small(v, segment)}
+        kept = {v for v in found & program.whole if not only_closing(v)}
+        for eqn in segment:
+            for v in found.intersection(eqn.outvars):
+                if v in kept:
+                    is_state = program.origins.get(v, 0) & STATE
+                    self.note(eqn, v, np.float32, UPDATED if is_state else LEADS)
+                else:
+                    self.note(eqn, v, self.half, MULTIPLIED if only_closing(v) else ANEW)
+        return {v: stored(v) for v in found - kept}
 
 
 _UNKNOWN = (

@@ -111,6 +111,23 @@ class Flow:
             }
         return marked
 
+    def taken_by_others(self, jaxpr: Jaxpr) -> set[Var]:
+        """The variables that are results, or that anything but a product takes."""
+        marked = {atom for atom in jaxpr.outvars if is_var(atom)}
+        for eqn in jaxpr.eqns:
+            if self.is_product(eqn):
+                continue
+            bodies = bodies_of(eqn)
+            operands = [not bodies] * len(eqn.invars)
+            for body in bodies:
+                inside = self.taken_by_others(body.jaxpr)
+                for var, i in zip(body.jaxpr.invars, body.inputs, strict=True):
+                    operands[i] |= var in inside
+            marked |= {
+                a for a, flag in zip(eqn.invars, operands, strict=True) if flag and is_var(a)
+            }
+        return marked
+
     def body_inputs(self, body: Body, operands: Sequence[bool]) -> list[bool]:
         """Which of a body's variables depend on a product, in any round of a loop."""
         inputs = [operands[i] for i in body.inputs]

@@ -17,6 +17,9 @@ from jax.interpreters import partial_eval
 
 Atom = Any  # Var | Literal
 
+# A value this many times smaller than the largest of its segment is not worth storing in half.
+_SMALL = 8
+
 
 def is_var(atom: Atom) -> bool:
     """Whether it is a variable: literals are written into the equation."""
@@ -36,6 +39,12 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
 def size_of(atom: Atom) -> int:
     """How many values it has."""
     return math.prod(shape_of(atom))
+
+
+def is_small(atom: Atom, eqns: Sequence[JaxprEqn]) -> bool:
+    """Whether storing it in half saves nothing, beside the largest value of these equations."""
+    largest = max((size_of(a) for e in eqns for a in (*e.invars, *e.outvars)), default=0)
+    return size_of(atom) * _SMALL < largest
 
 
 def opened(jaxpr: Any) -> tuple[Jaxpr, list[Any]]:

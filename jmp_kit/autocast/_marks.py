@@ -60,6 +60,11 @@ def is_backward(stack: str) -> bool:
     return "transpose(" in stack
 
 
+def is_differentiated(stack: str) -> bool:
+    """Whether an operation of these names belongs to a forward or a backward pass."""
+    return "jvp(" in stack or is_backward(stack)
+
+
 def scope_of(eqn: JaxprEqn) -> str:
     """The names around an equation ("Decoder/lm_head")."""
     return names_in(str(eqn.source_info.name_stack))

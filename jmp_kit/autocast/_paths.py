@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from jmp_kit.autocast._arguments import flattened, paths_of_arrays
+from jmp_kit.autocast._arguments import eval_shape, flattened, paths_of_arrays
 from jmp_kit.autocast._autocast import PRODUCTS
 from jmp_kit.autocast._flow import Flow
 from jmp_kit.autocast._jaxpr import opened
@@ -31,27 +31,6 @@ class Paths(tuple[tuple[str, ...], ...]):
         width = len(self.what)
         rows = [f"{i:>{width}}  {'  '.join(paths)}" for i, paths in enumerate(self, start=1)]
         return "\n".join([f"{self.what}  paths", *rows])
-
-
-def on_arrays(
-    fun: Callable[..., Any], *args: Any, **kwargs: Any
-) -> tuple[Callable[[dict[int, Any]], Any], dict[int, Any]]:
-    """`fun` of its arrays alone, and these; what is no array stays: flags, strings, functions."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
-
-    def call(arrays: dict[int, Any]) -> Any:
-        args, kwargs = jax.tree.unflatten(
-            treedef, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-        )
-        return fun(*args, **kwargs)
-
-    return call, arrays
-
-
-def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`jax.eval_shape` that leaves alone what is no array."""
-    return jax.eval_shape(*on_arrays(fun, *args, **kwargs))
 
 
 def program_of(

@@ -1,6 +1,7 @@
 """Seeing the numerics: what a program computes in, where values lie, what a dtype does to them.
 
 print(audit(train_step, params, batch))             # which products run in half
+print(plan(loss_fn, "mixed_bfloat16", params))      # what is stored in half, and what is state
 print(compare(loss_fn, params, *batch))             # faster? accurate?
 print(doctor())                                     # what this machine is fast in
 print(locate_nonfinite(train_step, params, batch))  # where a NaN came from
@@ -28,6 +29,9 @@ from jmp_kit.numerics._exponents import recommend_loss_scale as recommend_loss_s
 from jmp_kit.numerics._exponents import underflow as underflow
 from jmp_kit.numerics._locate import locate_nonfinite as locate_nonfinite
 from jmp_kit.numerics._nonfinite import NonFinite as NonFinite
+from jmp_kit.numerics._plan import Plan as Plan
+from jmp_kit.numerics._plan import StoredValue as StoredValue
+from jmp_kit.numerics._plan import plan as plan
 from jmp_kit.numerics._plots import plot_audit as plot_audit
 from jmp_kit.numerics._plots import plot_comparison as plot_comparison
 from jmp_kit.numerics._plots import plot_exponents as plot_exponents

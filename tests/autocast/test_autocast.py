@@ -90,7 +90,7 @@ def test_a_running_sum_beside_a_recurrent_state_stays_float32():
             h = jnp.tanh(h @ SQUARE[0])
             return (h, total + h), None
 
-        return lax.scan(step, (x @ SQUARE[1], jnp.zeros_like(x)), None, length=3)[0]
+        return lax.scan(step, (x @ SQUARE[1], jnp.zeros_like(x)), None, length=3)[0][1]
 
     program = jax.make_jaxpr(autocast(fun, "p=f32,c=bf16,o=f32"))(X)
     (scan,) = [e for e in program.jaxpr.eqns if e.primitive.name == "scan"]

@@ -111,6 +111,7 @@ def test_a_residual_stream_is_read_as_it_is_stored():
         return x + jnp.tanh(y @ w[0]) @ w[1]
 
     def loss(w, x):
+        x = x @ w[1]  # begun with an argument, the stream would be state
         for _ in range(2):
             x = block(x, w)
         return mean_square(x @ w[0])

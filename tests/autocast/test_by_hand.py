@@ -69,7 +69,8 @@ def test_closer_and_leaner(name, dtype):
 
     assert kept_bytes(losses["ours"], *example) <= 0.8 * kept_bytes(losses["hand"], *example)
     if COMPILES_AS_TRACED:
-        limit = 0.8 if name == "scanned" else 0.75
+        # What recurrent cells carry is state: in float32, where by hand it is half.
+        limit = 0.8 if name in ("scanned", "lstm", "gru") else 0.75
         assert temporary_bytes(programs["ours"]) <= limit * temporary_bytes(programs["hand"])
 
 

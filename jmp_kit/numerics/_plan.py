@@ -1,0 +1,115 @@
+"""What autocast makes of a function: which values it stores in half, and which are state."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from jmp_kit._policy import Policy
+from jmp_kit.autocast import Stored, is_backward, names_in, stack_of, stored_values
+from jmp_kit.numerics._sources import source_of
+from jmp_kit.numerics._tables import count, table
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredValue:
+    """A value on its way from one product to the next."""
+
+    source: str  # "model.py:41", the user's line; empty if it is not known
+    path: str  # name scopes, in Flax linen the module
+    primitive: str  # that makes it, or the loop that carries it
+    shape: tuple[int, ...]
+    dtype: str  # that it is stored in
+    why: str  # "made anew", "state", …
+    nbytes: int
+    backward: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A row for each value that was decided about. Print it for a table."""
+
+    values: tuple[StoredValue, ...]
+
+    @property
+    def state(self) -> tuple[StoredValue, ...]:
+        """What stays float32, for it is updated, or something that is updated is made of it."""
+        return tuple(value for value in self.values if value.dtype == "float32")
+
+    def __str__(self) -> str:
+        cells = [("stored in", "bytes", "why", "shape", "operation", "line", "path")]
+        for value in self.values:
+            cells.append(
+                (
+                    value.dtype,
+                    f"{count(value.nbytes)}B",
+                    value.why,
+                    "×".join(map(str, value.shape)),
+                    f"{value.primitive}{', backward' if value.backward else ''}",
+                    value.source,
+                    value.path,
+                )
+            )
+        whole = sum(value.nbytes for value in self.state)
+        half = sum(value.nbytes for value in self.values) - whole
+        return (
+            f"{len(self.values) - len(self.state)} values stored in half, {count(half)}B; "
+            f"{len(self.state)} in float32, {count(whole)}B\n{table(cells)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        return dataclasses.asdict(self)
+
+
+def plan(
+    fun: Callable[..., Any],
+    policy: Policy | str | DTypeLike,
+    *args: Any,
+    rules: Mapping[str, Policy | str | DTypeLike] | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """What `autocast(fun, policy)` stores in half, and what it keeps in float32 as state.
+
+    What is made anew is stored in half on its way from one product to the next. What is updated,
+    weights by an optimizer or positions by a solver, is state: it stays float32, and products take
+    it in half. Values that no product depends on, that no product is reached from, or that are
+    small beside others stay as they are, and have no row.
+
+    Args:
+      fun: a function that autocast has not been applied to.
+      policy: a policy, as `autocast` takes it.
+      *args: its arguments, or `jax.ShapeDtypeStruct`s: nothing is computed.
+      rules: as `autocast` takes them.
+      **kwargs: further arguments.
+
+    Returns:
+      A `Plan`, which prints as a table.
+
+    Raises:
+      ValueError: if `policy` or `rules` cannot be read, or a rule matches nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jmp_kit
+      >>> def solve(w, y):  # 10 steps of Euler's
+      ...     return jax.lax.fori_loop(0, 10, lambda _, y: y + 0.1 * (y @ w), y)
+      >>> found = jmp_kit.numerics.plan(solve, "mixed_bfloat16", jnp.eye(2), jnp.ones((4, 2)))
+      >>> [(value.shape, value.why, value.dtype) for value in found.values]
+      [((4, 2), 'carried by a loop, state', 'float32')]
+    """
+    return Plan(tuple(map(_row, stored_values(fun, policy, *args, rules=rules, **kwargs))))
+
+
+def _row(stored: Stored) -> StoredValue:
+    aval, stack = stored.var.aval, stack_of(stored.eqn, stored.calls)
+    return StoredValue(
+        source=str(source_of(stored.eqn, stored.calls)),
+        path=names_in(stack),
+        primitive=stored.eqn.primitive.name,
+        shape=tuple(aval.shape),
+        dtype=str(stored.dtype),
+        why=stored.why,
+        nbytes=aval.size * stored.dtype.itemsize,
+        backward=is_backward(stack),
+    )
