@@ -58,6 +58,21 @@ def test_in_float16_too(name):
     assert_as_near(errors(*PROGRAMS[name], jnp.float16))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sgd, scan", "sgd, unrolled", "adam, scan", "adam, unrolled", "adam, steps per call"),
+        *("muon, scan", "muon, unrolled", "shampoo", "accumulating", "averaging", "adversarial"),
+    ],
+)
+def test_a_wrapped_step_gives_what_it_gives_with_products_alone(name):
+    """Parameters, moments, statistics, averages and all."""
+    step, args = PROGRAMS[name]
+    found = [jax.jit(f(step, jnp.bfloat16))(*args) for f in (products_alone, autocast)]
+    for hand, ours in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(ours, hand, rtol=1e-5, atol=1e-5 * np.abs(hand).max())
+
+
 @pytest.mark.parametrize(("half", "limit"), [("bfloat16", 1.2e-2), ("float16", 2.5e-3)])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint, jax.vmap])
 def test_a_running_maximum(half, limit, around):

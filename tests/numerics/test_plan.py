@@ -1,0 +1,77 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jmp_kit import numerics
+
+PARAMS = {"up": jnp.ones((8, 32)), "down": jnp.ones((32, 8)), "head": jnp.ones((8, 4))}
+X = jnp.ones((16, 8))
+
+
+def loss_fn(params, x):
+    with jax.named_scope("stem"):
+        x = x @ params["head"] @ params["head"].T
+    with jax.named_scope("mlp"):
+        x = x + jnp.tanh(x @ params["up"]) @ params["down"]
+    return jnp.mean((jnp.sin(x) @ params["head"]) ** 2)
+
+
+def step(params, x):
+    """Two steps, written one after the other."""
+    for _ in range(2):
+        grads = jax.grad(loss_fn)(params, x)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return params
+
+
+def test_activations():
+    found = numerics.plan(loss_fn, "mixed_bfloat16", PARAMS, X)
+    rows = [(v.path, v.shape, v.dtype, v.why, v.nbytes) for v in found.values]
+    assert rows == [
+        ("mlp", (16, 32), "bfloat16", "products take it", 16 * 32 * 2),
+        ("", (16, 8), "bfloat16", "products take it", 16 * 8 * 2),
+    ]
+    assert found.state == ()
+    assert all(v.source.startswith("test_plan.py:") for v in found.values)
+
+
+def test_state():
+    found = numerics.plan(step, "mixed_float16", PARAMS, X)
+    updated = [v for v in found.state if v.why == "state"]
+    assert {v.shape for v in updated} == {w.shape for w in PARAMS.values()}
+    assert {v.shape for v in updated if v.primitive == "sub"} == {v.shape for v in updated}
+    assert any(v.backward for v in found.values)
+
+
+def test_a_loop():
+    def solve(w, y):
+        return jax.lax.fori_loop(0, 9, lambda _, y: y + 0.1 * jnp.tanh(y @ w), y) @ w
+
+    [carried, made] = numerics.plan(solve, "mixed_float16", jnp.eye(8), X).values
+    assert (carried.why, carried.dtype) == ("carried by a loop, state", "float32")
+    assert (made.why, made.dtype, made.primitive) == ("state", "float32", "add")
+
+
+def test_rules_and_abstract_arguments():
+    abstract = jax.eval_shape(lambda: PARAMS), jax.ShapeDtypeStruct(X.shape, X.dtype)
+    every = numerics.plan(loss_fn, "mixed_bfloat16", *abstract)
+    fewer = numerics.plan(loss_fn, "mixed_bfloat16", *abstract, rules={"head": "float32"})
+    assert len(fewer.values) < len(every.values)
+    with pytest.raises(ValueError, match="matches no product"):
+        numerics.plan(loss_fn, "mixed_bfloat16", *abstract, rules={"tail": "float32"})
+
+
+def test_printed():
+    found = numerics.plan(step, "mixed_bfloat16", PARAMS, X)
+    first, heading, *rows = str(found).splitlines()
+    assert first.startswith(f"{len(found.values) - len(found.state)} values stored in half")
+    assert heading.split()[:2] == ["stored", "in"]
+    assert len(rows) == len(found.values)
+    assert json.loads(json.dumps(found.to_dict()))["values"][0]["dtype"] == "bfloat16"
+
+
+def test_nothing_to_store():
+    assert numerics.plan(loss_fn, "float32", PARAMS, X).values == ()
+    assert "0 values" in str(numerics.plan(lambda x: x + 1, "mixed_float16", X))
