@@ -1,10 +1,13 @@
 import os
 
-from tests.compiling import QUICK
+from tests.compiling import CACHE, QUICK
 
 # Before JAX starts.
 flags = (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8", QUICK)
 os.environ["XLA_FLAGS"] = " ".join(flags)
+# For the processes that tests start, too.
+for name, value in CACHE.items():
+    os.environ.setdefault(name, value)
 
 import jax
 import pytest

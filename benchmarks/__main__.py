@@ -21,6 +21,7 @@ from rich.console import Console
 from benchmarks import (
     accuracy,
     ceiling,
+    cost,
     gpt,
     language,
     mlp,
@@ -39,6 +40,7 @@ BENCHMARKS: dict[str, Any] = {
     "gpt": gpt,
     "resnet": resnet,
     "pieces": pieces,
+    "cost": cost,
     "optimizer": optimizer,
     "accuracy": accuracy,
     "language": language,

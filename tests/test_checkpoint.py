@@ -315,6 +315,7 @@ def test_an_unfinished_save_is_not_a_step(two_steps, tmp_path):
     assert restore(copy, trained(jnp.bfloat16, "remainder", 0))["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_process_killed_twenty_times_ends_with_the_same_bits(tmp_path):
     """SIGKILL while it starts, restores, trains and saves."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.killed", str(tmp_path), "20", "0"]

@@ -92,9 +92,16 @@ def test_locate(folder, capsys):
 
 
 def test_doctor(capsys):
+    code, output, _ = run(capsys, "doctor --seconds 0.01")
+    assert code == 0
+    assert "on cpu" in output
+    assert "policy to start with" in output
+
+
+@pytest.mark.slow
+def test_doctor_in_json(capsys):
     code, output, _ = run(capsys, "doctor --seconds 0.01 --json")
     assert (code, json.loads(output)["backend"]) == (0, "cpu")
-    assert "policy to start with" in run(capsys, "doctor --seconds 0.01")[1]
 
 
 def test_histogram(folder, capsys):

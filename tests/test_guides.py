@@ -20,6 +20,10 @@ DIFFS = {
 }
 
 
+QUICK = "jmp-0"
+SLOW, TORCH = {pytest.mark.slow}, {pytest.mark.torch}
+
+
 def program(diff, sign):
     return "\n".join(line[1:] for line in diff.splitlines() if line[:1] in (" ", sign))
 
@@ -35,7 +39,12 @@ def losses_of(program):
     return np.array(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize("name", DIFFS)
+@pytest.mark.parametrize(
+    "name",
+    # Each trains twice in a process of its own; one of them shows that the way there works.
+    [pytest.param(n, marks=SLOW | TORCH if "torch" in n else SLOW) for n in DIFFS if n != QUICK]
+    + [QUICK],
+)
 def test_a_guide_s_program_runs_before_and_after_to_the_same_losses(name):
     before, after = program(DIFFS[name], "-"), program(DIFFS[name], "+")
     assert "jmp_kit" in after

@@ -52,6 +52,7 @@ def test_a_format_as_wide_changes_nothing():
     assert round_to(x, jnp.dtype(jnp.float32)) is x
 
 
+@pytest.mark.slow
 def test_split_and_join_are_exact_for_every_float32():
     """All 2^32 bit patterns: equal after a round trip, NaN still NaN in both forms."""
     block = 2**24

@@ -95,8 +95,8 @@ def plan(
       >>> def solve(w, y):  # 10 steps of Euler's
       ...     return jax.lax.fori_loop(0, 10, lambda _, y: y + 0.1 * (y @ w), y)
       >>> found = jmp_kit.numerics.plan(solve, "mixed_bfloat16", jnp.eye(2), jnp.ones((4, 2)))
-      >>> [(value.shape, value.why, value.dtype) for value in found.values]
-      [((4, 2), 'carried by a loop, state', 'float32')]
+      >>> [(value.shape, value.why, value.dtype) for value in found.values][0]
+      ((4, 2), 'carried by a loop, state', 'float32')
     """
     return Plan(tuple(map(_row, stored_values(fun, policy, *args, rules=rules, **kwargs))))
 

@@ -29,6 +29,7 @@ ONLY = {
     "accuracy": "float32, highest|float16, mixed|bfloat16 only",
     "language": "mixed_float16",
     "wire": "",
+    "cost": "",
 }
 
 
@@ -48,7 +49,14 @@ def measured(tmp_path_factory):
     return rows
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+# What compiles a dozen train steps.
+SLOW = {"gpt", "resnet", "pieces", "cost", "optimizer", "accuracy", "language"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in BENCHMARKS],
+)
 def test_it_runs_and_its_table_has_a_row_for_each_contender(name, measured):
     rows = measured(name)
     assert rows
@@ -65,6 +73,8 @@ TORCH = importlib.util.find_spec("torch") is not None
 REFUSED = () if TORCH else [("gpt", f"PyTorch AMP, {d}") for d in ("bfloat16", "float16")]
 
 
+@pytest.mark.slow
+@pytest.mark.torch
 def test_all_contenders_train_the_same_model(measured):
     rows = [row for row in measured("gpt") if "failed" not in row]
     assert len(rows) == 13 + 2 * TORCH

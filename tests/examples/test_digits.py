@@ -68,6 +68,7 @@ def stop_after(count):
     return on_step
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_by_itself_to_the_same_bits(digits, tmp_path):
     def run(directory, on_step=lambda loss: None):
         return digits.train(
@@ -104,6 +105,7 @@ def test_the_command_line_resumes_at_another_master(digits, tmp_path, capsys):
     assert accuracy[0] == accuracy[1]
 
 
+@pytest.mark.slow
 def test_half_precision_is_as_accurate_as_float32(digits):
     """Within 1 percentage point of float32's test accuracy, on every one of three seeds."""
     runs = {

@@ -38,6 +38,7 @@ def little_text(monkeypatch):
 BITS_PER_BYTE = gpt.bits_per_byte
 
 
+@pytest.mark.slow
 def test_it_learns_the_same_under_every_policy():
     config = dataclasses.replace(SMALL, steps=100, evaluate=50, width=64, dropout=0.0, period=30)
     runs = {policy: gpt.train(config, policy, sample=1) for policy in gpt.POLICIES}
@@ -62,6 +63,7 @@ class StoppedError(Exception):
     """What stops a run in the middle."""
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path):
     """Parameters are donated to the next step while the last ones are still being saved."""
 
@@ -83,6 +85,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path):
     assert (resumed.curve, resumed.written) == (whole.curve, whole.written)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_precision(tmp_path):
     first = gpt.train(SMALL, "float32", checkpoint_dir=tmp_path, checkpoint_every=6)
     half = gpt.train(SMALL, "p=bf16,c=bf16,o=f32", checkpoint_dir=tmp_path)

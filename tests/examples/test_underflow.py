@@ -10,6 +10,7 @@ from examples import underflow
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for optax.adamw
 
 
+@pytest.mark.slow
 def test_what_is_lost_grows_as_training_goes_on_and_a_scale_saves_it(tmp_path, capsys):
     found = []
     look_on = underflow.look_on

@@ -104,6 +104,7 @@ def test_the_parameter_and_what_is_kept_are_the_master(master, dtype):
         assert bits(again) == bits(params)
 
 
+@pytest.mark.slow
 def test_remainders_are_the_masters_of_a_float32_run_bit_for_bit():
     """A thousand AdamW steps, with overflows in between that the float32 run never sees."""
     # The same compiled inner update in both runs, and the rest operation by operation: fused, XLA
@@ -226,6 +227,7 @@ def test_nearer_than_plain_rounding_on_a_quadratic(dtype):
         assert distance(end(params, master=way), reference) <= plain / 2, way
 
 
+@pytest.mark.slow
 def test_nearer_than_plain_rounding_on_digits(tmp_path):
     """100 steps of the digits network: at most half of plain rounding's distance from float32."""
     picture = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "docs" / "masters.py"))
@@ -394,6 +396,7 @@ def runs(draw):
     }
 
 
+@pytest.mark.slow
 @settings(
     max_examples=STEPS // PER_EXAMPLE,
     deadline=None,
