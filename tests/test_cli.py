@@ -91,6 +91,7 @@ def test_locate(folder, capsys):
     assert (code, json.loads(output)) == (0, {"found": None})
 
 
+@pytest.mark.slow
 def test_doctor(capsys):
     code, output, _ = run(capsys, "doctor --seconds 0.01")
     assert code == 0

@@ -21,7 +21,7 @@ DIFFS = {
 
 
 QUICK = "jmp-0"
-SLOW, TORCH = {pytest.mark.slow}, {pytest.mark.torch}
+SLOW, TORCH = [pytest.mark.slow], [pytest.mark.torch]
 
 
 def program(diff, sign):
@@ -42,7 +42,7 @@ def losses_of(program):
 @pytest.mark.parametrize(
     "name",
     # Each trains twice in a process of its own; one of them shows that the way there works.
-    [pytest.param(n, marks=SLOW | TORCH if "torch" in n else SLOW) for n in DIFFS if n != QUICK]
+    [pytest.param(n, marks=SLOW + TORCH if "torch" in n else SLOW) for n in DIFFS if n != QUICK]
     + [QUICK],
 )
 def test_a_guide_s_program_runs_before_and_after_to_the_same_losses(name):

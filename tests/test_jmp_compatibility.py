@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jmp_kit
+from tests.compiling import quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # jmp counts on it
 
@@ -59,7 +60,9 @@ def train(jmp, policy_name, loss_scale_name):
 
 
 @pytest.mark.parametrize("policy", ["p=f32,c=f16,o=f32", "params=float32,compute=bfloat16", "full"])
-@pytest.mark.parametrize("loss_scale", ["none", "static", "dynamic", "short"])
+@pytest.mark.parametrize(
+    "loss_scale", quick_or_slow(["none", "static", "dynamic", "short"], ["static", "short"])
+)
 def test_the_same_program_ends_the_same(policy, loss_scale):
     params, losses, scales = train(jmp, policy, loss_scale)
     ours, our_losses, our_scales = train(jmp_kit, policy, loss_scale)

@@ -14,6 +14,7 @@ import jmp_kit
 from jmp_kit.linen import apply_policy, paths
 from tests.autocast.test_rules import dtypes_of
 from tests.autocast.test_zoo import distance, products_of
+from tests.compiling import quick_or_slow
 
 # optax itself promotes: see the fixture.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -85,7 +86,8 @@ MODULES = {
     "scan_of_remat": (Layers(), WORDS),
 }
 
-modules = pytest.mark.parametrize("name", MODULES)
+QUICK = ("dense", "conv", "attention", "batch_norm", "dropout")
+modules = pytest.mark.parametrize("name", quick_or_slow(MODULES, QUICK))
 
 
 def loss_of(applied, name, variables):

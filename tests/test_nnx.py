@@ -16,6 +16,7 @@ import jmp_kit.nnx
 from jmp_kit.nnx import apply_policy, paths
 from tests.autocast.test_rules import dtypes_of
 from tests.autocast.test_zoo import distance, products_of
+from tests.compiling import quick_or_slow
 
 # optax itself promotes: see the fixture.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -115,7 +116,9 @@ def in_float32(name):
     return trained(make(nnx.Rngs(0)), x)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", quick_or_slow(MODELS, ("linear", "conv", "attention", "batch_norm", "dropout"))
+)
 @pytest.mark.parametrize("policy", ["mixed_float16", "p=bf16,c=bf16,o=bf16"])
 def test_models_of_flax(name, policy):
     (make, x), policy = MODELS[name], jmp_kit.get_policy(policy)

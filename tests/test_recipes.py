@@ -8,6 +8,7 @@ import pytest
 
 import jmp_kit
 from jmp_kit import DynamicLossScale, NoOpLossScale, StaticLossScale, mixed_precision
+from tests.compiling import quick_or_slow
 
 # optax itself promotes: see the fixture.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -42,7 +43,7 @@ def relative_error(a, b):
     return float(optax.tree.norm(jax.tree.map(jnp.subtract, a, b)) / optax.tree.norm(b))
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-6, 1e-8])
+@pytest.mark.parametrize("size", quick_or_slow([1.0, 1e-6, 1e-8], [1e-6]))
 @pytest.mark.parametrize(
     ("policy", "limit"), [("mixed_float16", 2e-3), ("mixed_bfloat16", 1e-2)], ids=["f16", "bf16"]
 )

@@ -103,7 +103,7 @@ UNEVEN = [1 + 2.0**-12, -(1 + 3 * 2.0**-13), 3.14159, -1e-3, 1.7e-5, 3e-6, -4.1e
 DRAWS = 10_000_000
 
 
-@halves
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16])
 def test_stochastic_rounding_is_unbiased(dtype):
     """The mean of 10^7 draws lies within 5 of its standard errors, for each of nine values."""
     values = jnp.asarray(UNEVEN, jnp.float32)

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_kit
+from tests.compiling import quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for optax.adamw
 
@@ -142,7 +143,7 @@ def walk(n, kind, axis_type=AxisType.Auto, steps=STEPS):
 
 
 @pytest.mark.parametrize("kind", ["copied", "split", "mapped"])
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", quick_or_slow([2, 4, 8], [8]))
 def test_many_devices_walk_as_one(n, kind):
     (one, params), (many, found) = walk(1, "copied"), walk(n, kind)
     np.testing.assert_array_equal(many[:, 1:], one[:, 1:])  # scales and skips
@@ -164,7 +165,9 @@ def test_meshes_whose_shardings_are_types(kind):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("master", ["float32", "remainder", "kahan", "stochastic"])
+@pytest.mark.parametrize(
+    "master", quick_or_slow(["float32", "remainder", "kahan", "stochastic"], ["remainder"])
+)
 def test_a_state_lies_beside_its_parameters(axis_type, master):
     mesh = mesh_of(8, axis_type)
     params = start(jnp.bfloat16)

@@ -48,10 +48,17 @@ def root_mean_square(errors):
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.dtype.name)
-@pytest.mark.parametrize("name", MODELS)
+# Both halves and seven models; two of them show in `make test` what all show.
+CASES = [(name, dtype) for name in MODELS for dtype in ("bfloat16", "float16")]
+QUICK = ("unet", "bfloat16"), ("gru", "float16")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(*c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES],
+)
 def test_closer_and_leaner(name, dtype):
-    model = MODELS[name]
+    model, dtype = MODELS[name], jnp.dtype(dtype)
     losses = {
         "full": model.loss(),
         "hand": model.loss(dtype),
@@ -76,12 +83,14 @@ def test_closer_and_leaner(name, dtype):
         # What recurrent cells carry is state: in float32, where by hand it is half.
         limit = 0.8 if name in ("scanned", "lstm", "gru") else 0.75
         assert temporary_bytes(programs["ours"]) <= limit * temporary_bytes(programs["hand"])
-        assert kernels(programs["ours"]) <= kernels(programs["hand"])
+        if dtype == jnp.bfloat16:  # a CPU converts float16 wherever it is computed with
+            assert kernels(programs["ours"]) <= kernels(programs["hand"])
     # What tracing takes, and with it compiling; `python -m benchmarks cost` measures the seconds.
     traced = {k: jax.make_jaxpr(jax.value_and_grad(f))(*example) for k, f in losses.items()}
     assert equations(traced["ours"]) <= 1.5 * equations(traced["hand"])
 
 
+@pytest.mark.slow
 def test_one_line_around_a_float32_train_step():
     model, optimizer = MODELS["transformer"], optax.adamw(1e-4)
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jmp_kit
 from jmp_kit.numerics import audit
+from tests.compiling import POLICIES, quick_or_slow
 
 WIDTH = 16
 
@@ -85,8 +86,8 @@ CASES = {
 PRODUCTS = dict.fromkeys(CASES, 2) | {pipeline: 9}
 
 
-@pytest.mark.parametrize("recompute", [True, False])
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("recompute", quick_or_slow([True, False], [True]))
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fun", CASES, ids=lambda fun: fun.__name__)
 def test_products_around_collectives_are_half(fun, policy, recompute):
     split, rows, out = CASES[fun]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jmp_kit import autocast, full_precision
+from tests.compiling import POLICIES
 
 SHAPE = 4, 4
 X = jax.random.normal(jax.random.key(0), SHAPE)
@@ -93,12 +94,12 @@ def run(program, x):
     return values[-1]
 
 
-@pytest.mark.parametrize(
-    ("policy", "tolerance"), [("mixed_float16", 0.01), ("mixed_bfloat16", 0.08)]
-)
+@pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=28, deadline=None, derandomize=True)
 @given(PROGRAMS)
-def test_autocast_never_fails_and_is_close(policy, tolerance, program):
+def test_autocast_never_fails_and_is_close(policy, program):
+    tolerance = {"mixed_bfloat16": 0.08, "mixed_float16": 0.01}[policy]
+
     def fun(x):
         y = run(program, x)
         return {"value": y, "sum": jnp.sum(y), "row": jnp.argmax(y[0]), "shape": y.shape}

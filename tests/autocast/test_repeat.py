@@ -26,6 +26,7 @@ from tests.autocast.stream import (
 from tests.autocast.test_by_hand import COMPILES_AS_TRACED
 from tests.autocast.test_zoo import distance
 from tests.autocast.zoo import SQUARE, mean_square
+from tests.compiling import quick_or_slow
 
 LOSSES = {
     "as it is": loss_through(block),
@@ -43,7 +44,7 @@ def bytes_of(compiled):
 
 
 @pytest.mark.skipif(not COMPILES_AS_TRACED, reason="this XLA merges what is made again")
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", quick_or_slow(LOSSES, ("as it is", "scanned")))
 def test_it_needs_the_memory_of_a_wrapped_loss(name):
     def compiled(step):
         weights = [jnp.tile(w, (8, 8)) / 8 for w in WEIGHTS]
@@ -58,7 +59,7 @@ def test_it_needs_the_memory_of_a_wrapped_loss(name):
     assert whole <= 0.5 * kept
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", quick_or_slow(LOSSES, ("as it is", "scanned, of jits")))
 def test_the_numbers_are_those_of_a_wrapped_loss(name):
     whole = jax.jit(autocast(step_of(LOSSES[name]), "mixed_float16"))(WEIGHTS, X)
     loss_alone = jax.jit(step_of(autocast(STREAM, "mixed_float16")))(WEIGHTS, X)
@@ -68,6 +69,7 @@ def test_the_numbers_are_those_of_a_wrapped_loss(name):
     assert errors[0] <= 1.2 * errors[1]
 
 
+@pytest.mark.slow
 def test_every_process_gives_xla_the_same_program():
     """Many hosts run one, and XLA finds it in its cache again."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.autocast.stream"]
@@ -146,7 +148,7 @@ SCANNED = {
 }
 
 
-@pytest.mark.parametrize("name", SCANNED)
+@pytest.mark.parametrize("name", quick_or_slow(SCANNED, ("backwards", "masked", "with a key")))
 def test_scans_give_the_numbers_of_a_wrapped_loss(name):
     change = functools.partial(jax.tree.map, jnp.subtract)
     full, *halves = (

@@ -10,13 +10,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jmp_kit import PRODUCTS, autocast
 from tests.autocast.zoo import PLAIN, ZOO
+from tests.compiling import POLICIES, quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for Flax's sake
 
 HALVES = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 
-policies = pytest.mark.parametrize("policy", HALVES)
+policies = pytest.mark.parametrize("policy", POLICIES)
 programs = pytest.mark.parametrize("name", ZOO)
+# Of those, some of each kind.
+some = pytest.mark.parametrize(
+    "name", quick_or_slow(ZOO, ("mlp", "scanned", "sharded", "custom_backward", "gru", "nnx"))
+)
 
 
 def products_of(fun, *args):
@@ -55,7 +60,7 @@ def test_products_are_half_and_as_many(name, policy):
         assert len(products) == len(products_of(take(fun), params, x))
 
 
-@programs
+@some
 @policies
 def test_the_loss_and_the_gradient_are_those_of_float32(name, policy):
     fun, params, x = ZOO[name]
@@ -70,14 +75,14 @@ def test_the_loss_and_the_gradient_are_those_of_float32(name, policy):
     assert half_loss.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", quick_or_slow(PLAIN, ("mlp", "scanned", "attention")))
 def test_it_need_not_be_compiled(name):
     fun, params, x = PLAIN[name]
     half = autocast(fun, "mixed_bfloat16")
     np.testing.assert_allclose(half(params, x), jax.jit(half)(params, x), rtol=0.06)
 
 
-@programs
+@some
 def test_without_recomputation_the_numbers_are_the_same(name):
     fun, params, x = ZOO[name]
     recomputed, kept = (
@@ -87,7 +92,7 @@ def test_without_recomputation_the_numbers_are_the_same(name):
     assert distance(recomputed, kept) < 0.02
 
 
-@programs
+@some
 def test_a_whole_train_step_may_be_wrapped(name):
     fun, params, x = ZOO[name]
 
@@ -113,7 +118,12 @@ def test_vmap_on_either_side(name):
     np.testing.assert_allclose(inside(params, many), want, rtol=0.06)
 
 
-@pytest.mark.parametrize("name", ["mlp", "scanned", "attention", "branching", "custom_forward"])
+@pytest.mark.parametrize(
+    "name",
+    quick_or_slow(
+        ("mlp", "scanned", "attention", "branching", "custom_forward"), ("mlp", "custom_forward")
+    ),
+)
 def test_forward_mode_and_a_hessian(name):
     fun, params, x = PLAIN[name]
     half = autocast(fun, "mixed_float16")
@@ -125,7 +135,7 @@ def test_forward_mode_and_a_hessian(name):
     np.testing.assert_allclose(*hessians, rtol=0.1)
 
 
-@programs
+@some
 def test_twice_is_once(name):
     fun, params, x = ZOO[name]
     once = autocast(fun, "mixed_bfloat16")

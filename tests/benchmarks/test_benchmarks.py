@@ -14,6 +14,7 @@ from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.compiled import bytes_moved, product_dtypes, program_bytes
 from benchmarks.deviceless import has_plugin
 from benchmarks.measuring import Contender, measure
+from tests.compiling import quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -55,7 +56,7 @@ SLOW = {"gpt", "resnet", "pieces", "cost", "optimizer", "accuracy", "language"}
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in BENCHMARKS],
+    quick_or_slow(BENCHMARKS, BENCHMARKS.keys() - SLOW),
 )
 def test_it_runs_and_its_table_has_a_row_for_each_contender(name, measured):
     rows = measured(name)

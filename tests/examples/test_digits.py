@@ -93,6 +93,7 @@ def test_a_stopped_run_goes_on_by_itself_to_the_same_bits(digits, tmp_path):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.slow
 def test_the_command_line_resumes_at_another_master(digits, tmp_path, capsys):
     arguments = ["--policy", "p=bf16,c=bf16,o=f32", "--steps", "9", "--checkpoint-every", "9"]
     arguments += ["--out", str(tmp_path), "--checkpoint-dir", str(tmp_path / "checkpoints")]

@@ -123,6 +123,7 @@ def test_what_it_writes_does_no_harm_to_a_terminal():
     assert gpt.printable(b"a\x1b[2Jb\tc\n\xff\xc3\xa9") == "a\ufffd[2Jb\tc\n\ufffdé"
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_row_per_policy_and_saves_a_figure(tmp_path, capsys):
     arguments = ["--policy", "mixed_float16", "float32", "--prompt", "import"]
     arguments += ["--layers=1", "--width=32", "--time=16", "--steps=3", "--out", str(tmp_path)]

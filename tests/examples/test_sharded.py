@@ -157,6 +157,7 @@ def test_bad_arguments_teach(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_in_a_line():
     line = sharded.told(in_one_process("fully_sharded"))
     for words in ("fully_sharded", "8 devices, 1 process:", "scale 2048, skipped 2", "ms a step"):

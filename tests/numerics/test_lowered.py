@@ -13,14 +13,15 @@ from jax.sharding import PartitionSpec as P
 import jmp_kit
 from jmp_kit.numerics import audit
 from jmp_kit.numerics._lowered import audit_text
-from tests.autocast.zoo import ZOO
+from tests.autocast.zoo import PLAIN, ZOO
+from tests.compiling import quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for Flax's sake
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 8))
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", quick_or_slow(ZOO, PLAIN))
 def test_what_the_compiler_gets_is_what_was_traced(name):
     fun, params, x = ZOO[name]
     for program in (fun, jmp_kit.autocast(fun, "mixed_bfloat16")):

@@ -28,6 +28,14 @@ WAYS = [
     if not (master == "remainder" and dtype == jnp.float16)
 ]
 ways = pytest.mark.parametrize(("master", "dtype"), WAYS)
+# All of them in one half, in the other the slow tests try them.
+some_ways = pytest.mark.parametrize(
+    ("master", "dtype"),
+    [
+        pytest.param(*way.values, marks=[] if way.values[1] == jnp.bfloat16 else [pytest.mark.slow])
+        for way in WAYS
+    ],
+)
 
 
 def bits(tree):
@@ -65,7 +73,7 @@ def rounded(master, full, dtype):
     return full.astype(dtype)
 
 
-@ways
+@some_ways
 def test_an_overflow_changes_not_a_bit(master, dtype):
     optimizer = mixed_precision(
         optax.adamw(1e-2), DynamicLossScale(), master=master, moment_dtype="bfloat16"
@@ -158,7 +166,7 @@ def test_bytes_a_parameter_with_adamw(master, moment_dtype, expected):
     assert sum(x.nbytes for x in jax.tree.leaves(after)) == nbytes - 2 * count
 
 
-@ways
+@some_ways
 def test_steps_in_one_program_are_steps_one_by_one(master, dtype):
     """XLA may leave out the cast of a parameter between two steps of one program."""
     optimizer = mixed_precision(optax.sgd(1e-3), master=master)

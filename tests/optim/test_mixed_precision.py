@@ -28,6 +28,8 @@ OPTIMIZERS = {
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=2),
 }
 
+QUICK = ("lion", jnp.bfloat16), ("adafactor", jnp.float16)  # of the longest runs
+
 optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: jnp.dtype(d).name)
 
@@ -119,8 +121,14 @@ def test_what_was_skipped_leaves_no_trace(name):
     assert ends[0] == ends[1]
 
 
-@optimizers
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(n, d, marks=[] if (n, d) in QUICK else [pytest.mark.slow])
+        for n in OPTIMIZERS
+        for d in DTYPES[1:]
+    ],
+)
 def test_half_parameters_are_the_rounded_parameters_of_a_float32_run(name, dtype):
     """A thousand small steps of AdamW, fewer of others, each landing on the rounded master."""
     # The same compiled program in both runs, and what follows it operation by operation: fused,
