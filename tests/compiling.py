@@ -16,6 +16,8 @@ OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_pa
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(__file__).parents[1] / ".cache" / "xla"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
+    # Lines and names are part of what is looked for, so that they are those of the test.
+    "JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY": "true",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
 }
 

@@ -309,16 +309,13 @@ def linear_attention(kind, form="scan"):
         if kind == "gated":
             s = gate[:, None] * s + k[:, None] * v[None]
         elif kind == "delta":
-            s = s + 0.5 * k[:, None] * (v - k @ s)[None]
+            s = s + 0.05 * k[:, None] * (v - k @ s)[None]
         else:
             s = s + k[:, None] * v[None]
         return s, q @ s
 
     def run(w, q, k, v):
         sequences = q @ w[0], k @ w[1], v @ w[2], GATES
-        if kind == "delta":
-            k = sequences[1] / jnp.linalg.norm(sequences[1], axis=-1, keepdims=True)
-            sequences = sequences[0], k, *sequences[2:]
         start = jnp.zeros((WIDTH, WIDTH))
         if form == "unrolled":
             outputs, s = [], start

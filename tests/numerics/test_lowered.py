@@ -174,7 +174,7 @@ def test_kernels_that_only_convert():
 
     @jmp_kit.autocast("mixed_bfloat16")
     def looped(w, x):
-        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0] @ w[0]
 
     found = audit(looped, jnp.ones((60, 8, 8)), X, level="compiled")
     assert 60 in {c.times for c in found.converts}
