@@ -14,9 +14,14 @@ from jmp_kit import autocast
 from jmp_kit.autocast import scan_counts
 from tests.autocast.products_alone import products_alone
 from tests.autocast.states import LOSSES, PROGRAMS, K, Q, V, normal, streaming_softmax
+from tests.autocast.test_by_hand import COMPILES_AS_TRACED
 from tests.compiling import quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for optax's sake
+
+
+# XLA's CPU compiler in JAX 0.10 leaves out roundings of the program by hand.
+LIMIT = 1.2 if COMPILES_AS_TRACED else 1.5
 
 
 def errors(fun, args, half, around=lambda f: f):
@@ -36,7 +41,7 @@ def assert_as_near(found):
     found = list(found)
     assert found
     for ours, hand in found:
-        assert ours <= 1.2 * (hand + 2e-6), (
+        assert ours <= LIMIT * (hand + 2e-6), (
             f"{ours:.2e} from float32, with products alone {hand:.2e}"
         )
 
@@ -186,7 +191,7 @@ def test_steps_with_derivatives_of_their_own(ruled):
 
     for half in (jnp.bfloat16, jnp.float16):
         [(ours, hand)] = errors(loss, (LAYERS[0], TABLE), half, around=jax.grad)
-        assert ours <= 1.2 * hand
+        assert ours <= LIMIT * hand
 
 
 def test_across_devices():
