@@ -1,13 +1,13 @@
-"""State: values that are updated rather than made anew, and so are never rounded.
+"""State: values that are updated rather than made anew. They are never rounded.
 
-Where a value is made anew, rounding it costs its own last digits once. Where it is updated, `w - lr
-* g`, its rounding takes what was added: an update of 1e-3 is nothing to a bfloat16 of 1.
+Rounding a value that is made anew costs its last digits, once. Rounding a value that is updated,
+`w - lr * g`, costs the update: 1e-3 is nothing to a bfloat16 of 1.
 
-State begins with what depends on no product (arguments, constants, what is made of them), and with
-the carry of a loop; it goes on through operations that are linear in it or choose, at its own size.
-So a bias that is broadcast and added is none, and neither is a residual stream that begins with a
-product or an embedding. What cannot be told apart from state, such as a residual stream that begins
-with an argument, is taken for it: that costs memory, never the result.
+State begins with a value that depends on no product (an argument, a constant, what is made of
+them), or with the carry of a loop. It goes on through operations that are linear in it, or that
+choose, at its own size. A bias that is broadcast and added is no state, because its size changes; a
+residual stream is none, because it begins with a product or an embedding. A stream that begins with
+an argument cannot be told from state, so it is taken for state: that costs memory, not the result.
 """
 
 import dataclasses
@@ -22,9 +22,10 @@ from jmp_kit.autocast._jaxpr import is_float32, is_var, scan_counts, shape_of, s
 from jmp_kit.autocast._marks import is_backward, is_differentiated, stack_of
 from jmp_kit.autocast._worth import is_costly
 
-# Of what a value is an update, as the bits of an integer: of state that is known outside, of what
-# was looked up in a table and so begins an activation, of one uniform constant that has been spread
-# out (the zeros that sums begin with), and, from here on, of one variable of a loop each.
+# What a value is an update of, as the bits of an integer. STATE: of state from outside. LOOKED_UP:
+# of rows of a table, with which an activation begins. UNIFORM: of one constant, broadcast, such as
+# the zeros that a sum begins with. From VARIABLE on, a bit for each variable of the loop under
+# analysis.
 Origins = int
 STATE, LOOKED_UP, UNIFORM, VARIABLE = 1, 2, 4, 8
 
@@ -35,7 +36,7 @@ _ANEW = (
     *("sign", "floor", "ceil", "round", "square", "integer_pow", "cholesky", "lu", "qr", "geqrf"),
     *("householder", "svd", "eig", "schur"),
 )
-# Operands of which results are updates, where it is not all of them.
+# The operands that the results are updates of, where it is not all of them.
 _FIRST = slice(1)
 _TAKEN = {"div": _FIRST, "rem": _FIRST, "select_n": slice(1, None), "clamp": slice(1, 2)}
 # What is put into the first operand of these is no update of it, whatever its size.
@@ -54,10 +55,10 @@ class States:
     """The analysis, where a program is called.
 
     Attributes:
-      shapes: those of the state of a forward pass around: in the backward pass, the cotangent of
-        state is state.
-      stepping: whether an optimizer's step is around, one that multiplies matrices, say. All that
-        it makes is float32.
+      shapes: the shapes of the state of the forward pass. In the backward pass the cotangent of
+        state is state, and nothing but its shape tells it from others.
+      stepping: whether the program is part of an optimizer's step. All that such a step makes is
+        float32: some optimizers multiply matrices.
     """
 
     flow: Flow
@@ -98,10 +99,10 @@ class States:
     def origins(
         self, jaxpr: Jaxpr, inputs: Sequence[Origins], depends: Sequence[bool]
     ) -> dict[Var, Origins]:
-        """Of what each variable is an update.
+        """What each variable is an update of.
 
         Args:
-          inputs: of what the arguments are.
+          inputs: what each argument is an update of.
           depends: of each argument, whether it depends on a product.
         """
         depending = self.flow.depending(jaxpr, depends)
@@ -124,7 +125,7 @@ class States:
         return found
 
     def _updated(self, eqn: JaxprEqn, operands: Sequence[Origins]) -> list[Origins]:
-        """What depends on a product."""
+        """What the results are updates of, where they depend on a product."""
         name = eqn.primitive.name
         if _makes_anew(eqn):
             return [0] * len(eqn.outvars)
@@ -158,10 +159,10 @@ class States:
     def body_inputs(
         self, eqn: JaxprEqn, body: Body, operands: Sequence[Origins], depends: Sequence[bool]
     ) -> list[Origins]:
-        """Of what a body's variables are updates, in any round of a loop.
+        """What a body's variables are updates of, in any round of a loop.
 
-        A variable is state if it is, in some rounds, an update of itself; and so is what such a
-        variable is moved on to. What a loop hands on unchanged is what it was before.
+        A variable is state if it becomes, in one round or several, an update of itself, or of such
+        a variable. A variable that the loop hands on unchanged is what it was before the loop.
         """
         inputs = [operands[i] for i in body.inputs]
         if not body.carried:
@@ -197,8 +198,8 @@ class States:
     ) -> set[int]:
         """The variables that are residual streams of scanned layers, which may be half.
 
-        Such a stream begins with an activation, and each round multiplies it by matrices of its
-        own, slices of what depends on no product. Steps that look alike and are none: those of an
+        Such a stream begins with an activation. Each round multiplies it by matrices of its own:
+        slices of a value that depends on no product. Two other loops look alike: the steps of an
         optimizer, which hold a backward pass, and those of a solver, whose slices are vectors.
         """
         if eqn.primitive.name != "scan" or eqn.params["length"] > _MOST_LAYERS:
@@ -245,10 +246,11 @@ class States:
         origins: Mapping[Var, Origins],
         depending: set[Var],
     ) -> set[Var]:
-        """The variables that are not to be rounded: state, and what it and these results are of.
+        """The variables that are not to be rounded.
 
-        That is, what they are reached from at their own size with no product in between. A
-        cotangent that is summed up to a bias's gradient changes its size.
+        These are state, and what state and the flagged results are reached from at their own size,
+        with no product in between. A cotangent that is summed up to a bias's gradient is none of
+        them, because its size changes.
         """
         found = {a for a, flag in zip(jaxpr.outvars, outputs, strict=True) if flag and is_var(a)}
         found |= {v for v in depending if origins.get(v, 0) & STATE} | self.steps(jaxpr)
@@ -302,7 +304,7 @@ class States:
 
 
 def _given(eqn: JaxprEqn, operands: Sequence[Origins]) -> list[Origins]:
-    """What depends on no product: it is not rounded, but state may begin with it."""
+    """What the results are updates of, where they depend on no product: state may begin here."""
     name = eqn.primitive.name
     if name == "gather":
         return [LOOKED_UP] * len(eqn.outvars)
