@@ -90,8 +90,10 @@ class Evaluation:
             parts = list(repeating(parts, self.flow, depending, uses_of(jaxpr)))
             jaxpr = jaxpr.replace(eqns=[eqn for part in parts for eqn in part])
         depending = self.flow.depending(jaxpr, depends)
-        states = self.states.mirrored(jaxpr, known.origins, depends)
-        origins = states.origins(jaxpr, known.origins, depends)
+        origins = self.states.origins(jaxpr, known.origins, depending)
+        states = self.states.mirrored(jaxpr, origins, depending)
+        if states.shapes != self.states.shapes:
+            origins = states.origins(jaxpr, known.origins, depending)
         steps = states.steps(jaxpr)
         program = Program(
             jaxpr,

@@ -66,17 +66,16 @@ class States:
     stepping: bool = False
 
     def mirrored(
-        self, jaxpr: Jaxpr, inputs: Sequence[Origins], depends: Sequence[bool]
+        self, jaxpr: Jaxpr, origins: Mapping[Var, Origins], depending: set[Var]
     ) -> "States":
         """The analysis for a program that holds its backward pass, and of what is called in it."""
-        forward = [e for e in jaxpr.eqns if not is_backward(stack_of(e))]
+        state = [v for v in depending if origins.get(v, 0) & STATE and is_float32(v)]
+        forward = [e for e in jaxpr.eqns if not is_backward(stack_of(e))] if state else jaxpr.eqns
         if len(forward) == len(jaxpr.eqns):
             return self
-        origins = self.origins(jaxpr, inputs, depends)
-        depending = self.flow.depending(jaxpr, depends)
         reaching = self.flow.reaching(jaxpr.replace(eqns=forward), [False] * len(jaxpr.outvars))
-        found = (v for v in depending & reaching if origins.get(v, 0) & STATE and is_float32(v))
-        return dataclasses.replace(self, shapes=self.shapes.union(map(shape_of, found)))
+        shapes = {shape_of(v) for v in state if v in reaching}
+        return dataclasses.replace(self, shapes=self.shapes | shapes)
 
     def steps(self, jaxpr: Jaxpr) -> set[Var]:
         """What the program makes of gradients, and does not differentiate."""
@@ -97,15 +96,14 @@ class States:
         return found
 
     def origins(
-        self, jaxpr: Jaxpr, inputs: Sequence[Origins], depends: Sequence[bool]
+        self, jaxpr: Jaxpr, inputs: Sequence[Origins], depending: set[Var]
     ) -> dict[Var, Origins]:
         """What each variable is an update of.
 
         Args:
           inputs: what each argument is an update of.
-          depends: of each argument, whether it depends on a product.
+          depending: the variables that depend on a product.
         """
-        depending = self.flow.depending(jaxpr, depends)
         found = dict(zip(jaxpr.invars, inputs, strict=True))
         found |= dict.fromkeys(jaxpr.constvars, STATE)
         for eqn in jaxpr.eqns:
@@ -145,13 +143,16 @@ class States:
             results.append(found & ~UNIFORM)
         return results
 
+    def _depending(self, body: Body, depends: Sequence[bool]) -> set[Var]:
+        return self.flow.depending(body.jaxpr, self.flow.body_inputs(body, depends))
+
     def _called(
         self, eqn: JaxprEqn, operands: Sequence[Origins], depends: Sequence[bool]
     ) -> list[Origins]:
         results = [0] * len(eqn.outvars)
         for body in bodies_of(eqn):
             inputs = self.body_inputs(eqn, body, operands, depends)
-            found = self.origins(body.jaxpr, inputs, self.flow.body_inputs(body, depends))
+            found = self.origins(body.jaxpr, inputs, self._depending(body, depends))
             for atom, i in zip(body.jaxpr.outvars, body.outputs, strict=False):
                 results[i] |= found.get(atom, 0) if is_var(atom) else 0
         return results
@@ -167,14 +168,13 @@ class States:
         inputs = [operands[i] for i in body.inputs]
         if not body.carried:
             return inputs
-        flags = self.flow.body_inputs(body, depends)
         results = [body.jaxpr.outvars[result] for result, _ in body.carried]
         variables = [variable for _, variable in body.carried]
         given = [inputs[variable] for variable in variables]
 
         bits = {variable: VARIABLE << n for n, variable in enumerate(variables)}
         alone = [bits.get(i, 0) for i in range(len(inputs))]
-        found = self.origins(body.jaxpr, alone, flags)
+        found = self.origins(body.jaxpr, alone, self._depending(body, depends))
         from_ = [found.get(a, 0) if is_var(a) else 0 for a in results]
         unchanged = [body.jaxpr.invars[i] is a for a, i in zip(results, variables, strict=True)]
         from_ = [0 if same else o for o, same in zip(from_, unchanged, strict=True)]
@@ -293,10 +293,9 @@ class States:
         operands = [False] * len(eqn.invars)
         for body in bodies_of(eqn):
             inputs = self.body_inputs(eqn, body, given, depends)
-            flags = self.flow.body_inputs(body, depends)
-            origins = self.origins(body.jaxpr, inputs, flags)
+            depending = self._depending(body, depends)
+            origins = self.origins(body.jaxpr, inputs, depending)
             outputs = self.body_outputs(body, results, inputs)
-            depending = self.flow.depending(body.jaxpr, flags)
             found = self.whole(body.jaxpr, outputs, origins, depending)
             for var, i in zip(body.jaxpr.invars, body.inputs, strict=True):
                 operands[i] |= var in found
