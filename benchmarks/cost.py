@@ -47,10 +47,10 @@ def run(options: Options) -> list[Row]:
     for group, (contenders, batches) in groups.items():
         taken = [c for c in contenders if options.takes(c.name)]
         found = measure(taken, batches, steps=options.steps, title=group)
-        traces = _traces({c.name: c.flat() for c in taken}, batches[0])
+        traces = _traces({c.name: c.flat() for c in taken}, batches[0], options)
         rows += _with_ratios([{"group": group, **row, **traces[row["contender"]]} for row in found])
     layers = (2, 20) if options.tiny else (10, 100, 1000)
-    return rows + _with_ratios(list(_grown(layers)))
+    return rows + _with_ratios(list(_grown(layers, options)))
 
 
 def _gpt(tiny: bool) -> tuple[list[Contender], Sequence[Any]]:
@@ -107,7 +107,7 @@ def _watched(tiny: bool) -> tuple[list[Contender], Sequence[Any]]:
     return [contender("as it is", optax.adamw(1e-3)), contender("watched", watched)], [(x,)]
 
 
-def _grown(counts: Sequence[int]) -> Iterator[Row]:
+def _grown(counts: Sequence[int], options: Options) -> Iterator[Row]:
     """A row for each number of layers; the time is that of ten layers."""
 
     def fun(weights: Sequence[jax.Array], x: jax.Array) -> tuple[Any, jax.Array]:
@@ -118,17 +118,17 @@ def _grown(counts: Sequence[int]) -> Iterator[Row]:
     half = jmp_kit.autocast(fun, "mixed_bfloat16")
     x = jnp.ones((4, 4))
     programs = {f"{n:,} layers": (half, [jnp.ones((4, 4))] * n) for n in counts}
-    for (name, row), n in zip(_traces(programs, (x,)).items(), counts, strict=True):
+    for (name, row), n in zip(_traces(programs, (x,), options).items(), counts, strict=True):
         group = "tracing, milliseconds for ten layers"
         yield {"group": group, "contender": name, **row, "trace_ms": row["trace_ms"] * 10 / n}
 
 
 def _traces(
-    programs: dict[str, tuple[Callable[..., Any], Any]], batch: Sequence[Any]
+    programs: dict[str, tuple[Callable[..., Any], Any]], batch: Sequence[Any], options: Options
 ) -> dict[str, Row]:
     """The least of several traces each, in turns, and how many equations came of it."""
     rows: dict[str, Row] = {name: {"trace_ms": float("inf")} for name in programs}
-    for _ in range(TURNS):
+    for _ in range(1 if options.tiny else TURNS):
         for name, (step, state) in programs.items():
             start = time.perf_counter()
             # A function of its own each time, for JAX keeps what it has traced.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jmp_kit import autocast
+from jmp_kit import autocast, numerics
 from jmp_kit.autocast import scan_counts
 from tests.autocast.products_alone import products_alone
 from tests.autocast.states import LOSSES, PROGRAMS, K, Q, V, normal, streaming_softmax
@@ -150,6 +150,24 @@ def loss_of(x, w, body=layer, length=None):
 )
 def test_what_loops_carry(fun, dtype):
     assert carried(fun, LAYERS) == [dtype]
+
+
+def test_what_is_small_keeps_its_dtype_in_a_carry_too():
+    """A statistic of each row, made anew in every round."""
+
+    def fun(w, x):
+        def body(carry, _):
+            h, size = carry
+            h = jnp.tanh((h * size) @ w)
+            return (h, jnp.exp(-jnp.mean(h**2, -1, keepdims=True))), None
+
+        (h, _), _ = lax.scan(body, (x, jnp.ones((8, 1))), None, length=3)
+        return jnp.sum((h @ w) ** 2)
+
+    w = jnp.eye(16)
+    assert carried(fun, w, jnp.ones((8, 16))) == ["bfloat16", "float32"]
+    found = numerics.plan(fun, "mixed_bfloat16", w, jnp.ones((8, 16)))
+    assert [v.why for v in found.values if v.shape == (8, 1)] == ["carried by a loop, small"]
 
 
 def test_layers_are_half_in_a_backward_pass_too():
