@@ -40,7 +40,7 @@ class Size:
 
 
 SIZES = {"gpt 124M": Size(12, 12, 768, batch=32), "gpt 350M": Size(24, 16, 1024, batch=16)}
-TINY = {"gpt 124M": Size(2, 2, 32, batch=2, time=16, vocabulary=64)}
+TINY = {"gpt 124M": Size(1, 2, 32, batch=2, time=16, vocabulary=64)}
 
 COLUMNS = [
     Column("contender", lambda row: row["contender"]),

@@ -21,13 +21,13 @@ from tests.compiling import QUICK
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for optax.adamw
 
 ROOT = pathlib.Path(sharded.__file__).parents[1]
-STEPS, OVERFLOWS = 50, (7, 33)
+STEPS, OVERFLOWS = 40, (3, 25)  # the scale halves, grows after twenty steps, and halves
 
 
 def command(*arguments):
-    fixed = f"--layout fully_sharded --devices 4 --steps {STEPS} --json --overflow 7 33"
-    script = str(ROOT / "examples" / "sharded.py")
-    return [sys.executable, "-W", "ignore", script, *fixed.split(), *map(str, arguments)]
+    fixed = f"--layout fully_sharded --devices 4 --steps {STEPS} --json --overflow"
+    given = *fixed.split(), *map(str, (*OVERFLOWS, *arguments))
+    return [sys.executable, "-W", "ignore", str(ROOT / "examples" / "sharded.py"), *given]
 
 
 def start(*arguments):
@@ -77,14 +77,12 @@ def test_every_layout_walks_alike():
 
 @pytest.mark.slow
 def test_processes_walk_as_one(undisturbed):
+    """Two here; four, which go on where two were killed, below."""
     one, (two, _) = in_one_process("fully_sharded"), undisturbed
-    four = finished(start("--processes", 4))
     # Between processes sums have one order, within one process another.
-    assert four["losses"] == two["losses"]
     np.testing.assert_allclose(two["losses"], one.losses, rtol=0.01)
-    for run, count in ((two, 2), (four, 4)):
-        assert (run["processes"], run["devices"]) == (count, 4)
-        assert (run["loss_scale"], run["skipped"]) == (one.loss_scale, one.skipped)
+    assert (two["processes"], two["devices"]) == (2, 4)
+    assert (two["loss_scale"], two["skipped"]) == (one.loss_scale, one.skipped)
 
 
 @pytest.mark.slow
@@ -111,7 +109,7 @@ def test_what_two_processes_saved_one_restores(undisturbed):
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_four_go_on_to_the_same_bits(undisturbed, tmp_path):
-    """From step 20 or 30 on, an overflow among them."""
+    """From step 20 or 30 on, and an overflow may be among them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
@@ -128,8 +126,9 @@ def test_a_killed_process_ends_the_others_and_four_go_on_to_the_same_bits(undist
     assert first.returncode != 0, error[-3000:]
     four = finished(start("--processes", 4, "--checkpoint-dir", tmp_path))
     two, whole = undisturbed
-    assert four["processes"] == 4
-    assert 20 <= len(four["losses"]) <= 30
+    assert (four["processes"], four["devices"]) == (4, 4)
+    assert (four["loss_scale"], four["skipped"]) == (two["loss_scale"], two["skipped"])
+    assert STEPS - 30 <= len(four["losses"]) <= STEPS - 20
     assert four["losses"] == two["losses"][-len(four["losses"]) :]
     states = [jax.tree.leaves(jmp_kit.checkpoint.read(f, STEPS)) for f in (folder, whole)]
     for a, b in zip(*states, strict=True):
