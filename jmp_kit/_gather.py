@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import linear_call
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -52,8 +51,8 @@ def gather_params(
       The same tree, whole along `axis_name`. Gradients have the dtypes and the parts of `params`.
 
     Raises:
-      ValueError: if a dtype is none to compute in, or a parameter has fewer dimensions than its
-        spec.
+      ValueError: if a dtype is none to compute in, a parameter has fewer dimensions than its
+        spec, or a dimension is split over an axis of `axis_name` and then over another that is not.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, jmp_kit
@@ -102,19 +101,61 @@ def _gather(param: Any, spec: Any, axes: tuple[str, ...], wire: Any, reduced: An
         for i, entry in enumerate(names)
         if set(entry).intersection(axes)
     }
+    for i in split:
+        _check_order(names[i], axes, spec)
     rest = tuple(axis for axis in axes if not any(axis in entry for entry in split.values()))
     dtype = wire if param.ndim > 1 else param.dtype
 
-    def whole(_: Any, x: jax.Array) -> jax.Array:
-        x = x.astype(dtype)
+    def gathered(x: jax.Array) -> jax.Array:
         for dimension, entry in split.items():
             x = lax.all_gather(x, entry, axis=dimension, tiled=True)
-        return lax.pcast(x, rest, to="varying") if rest else x
+        return x
 
-    def part(_: Any, grad: jax.Array) -> jax.Array:
-        grad = grad.astype(reduced)
-        for dimension, entry in split.items():
-            grad = lax.psum_scatter(grad, entry, scatter_dimension=dimension, tiled=True)
-        return (lax.psum(grad, rest) if rest else grad).astype(param.dtype)
+    def through(on_wire: Any, x: jax.Array) -> jax.Array:
+        x = gathered(x.astype(on_wire))
+        return (lax.pcast(x, rest, to="varying") if rest else x).astype(dtype)
 
-    return linear_call(whole, part, (), param)
+    def whole(x: jax.Array) -> jax.Array:
+        return through(dtype, x)
+
+    def part(_: None, grad: jax.Array) -> tuple[jax.Array]:
+        like = jax.ShapeDtypeStruct(param.shape, reduced)
+        [grad] = jax.linear_transpose(gathered, like)(grad.astype(reduced))
+        return (lax.psum(grad, rest).astype(param.dtype),)
+
+    if rest and not _is_typed_by_axes(rest):
+        by_vjp = jax.custom_vjp(whole)
+        by_vjp.defvjp(lambda x: (whole(x), None), part)
+        return by_vjp(param)
+    # Of what makes the tangent, JAX makes what takes the gradient: all_gather's transpose is
+    # psum_scatter, in the dtype of what was gathered, and pcast's is psum.
+    by_jvp = jax.custom_jvp(whole)
+    by_jvp.defjvp(lambda primals, tangents: (whole(*primals), through(reduced, *tangents)))
+    return by_jvp(param)
+
+
+def _is_typed_by_axes(axes: tuple[str, ...]) -> bool:
+    """Whether JAX knows over which axes a value differs: not with `check_vma=False`."""
+    number = jnp.zeros(())
+    return jax.typeof(lax.pcast(number, axes, to="varying")) != jax.typeof(number)
+
+
+def _check_order(entry: tuple[str, ...], axes: tuple[str, ...], spec: Any) -> None:
+    """Gathered along an axis with another one inside, rows would come in another order."""
+    for i, name in enumerate(entry):
+        inner = [a for a in entry[i + 1 :] if a not in axes and _is_split_by(a)]
+        if name in axes and inner:
+            outer = [a for a in entry if a not in axes]
+            order = ", ".join(map(repr, (*outer, *(a for a in entry if a in axes))))
+            raise ValueError(
+                f"The spec {spec} splits a dimension over {name!r} and then over {inner[0]!r}: "
+                f"gathered along {name!r} alone, its rows would be in another order than those of "
+                f"the parameter. Write PartitionSpec(({order})), or gather along both."
+            )
+
+
+def _is_split_by(axis: str) -> bool:
+    try:
+        return lax.axis_size(axis) > 1
+    except NameError:  # the partitioner's, which sees the whole of it
+        return False

@@ -10,11 +10,14 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jmp_kit._flax import told_to_serialize
 from jmp_kit._tree import at_least_float32, boolean_scalar, is_array, register_state
 
 T = TypeVar("T")
 
 _STATIC = {"static": True}
+_MOST = np.iinfo(np.int32).max  # that a count of steps can be
+_SMALLEST = float(np.finfo(np.float32).tiny)  # scale that gradients can be divided by
 
 
 @register_state
@@ -29,6 +32,9 @@ class NoOpLossScale:
       >>> jmp_kit.NoOpLossScale().scale(2.5)
       2.5
     """
+
+    def __post_init__(self) -> None:
+        told_to_serialize(NoOpLossScale)
 
     @property
     def loss_scale(self) -> int:
@@ -90,6 +96,7 @@ class StaticLossScale(_Scaling):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_scale", _positive("loss_scale", self.loss_scale))
+        told_to_serialize(StaticLossScale)
 
     def adjust(self, grads_finite: ArrayLike) -> "StaticLossScale":
         """The loss scale itself."""
@@ -119,9 +126,9 @@ class DynamicLossScale(_Scaling):
     Args:
       loss_scale: float32[], the scale at the start; a leaf.
       counter: int32[], finite steps since the scale last changed or a step overflowed; a leaf.
-      period: after how many finite steps in a row the scale grows.
+      period: after how many finite steps in a row the scale grows; from 2**31 on it never does.
       factor: what it then grows by, over 1.
-      min_loss_scale: the scale never falls below it.
+      min_loss_scale: the scale never falls below it; 0 for no limit but float32's own.
       backoff_factor: what the scale is multiplied by on overflow, below 1; 1 / factor if None.
       max_loss_scale: the scale never grows over it; None for no limit but float32's own.
       hysteresis: how many overflows in a row it takes before the scale backs off. From 2 on their
@@ -170,7 +177,9 @@ class DynamicLossScale(_Scaling):
                 f"backoff_factor is {backoff}, but the scale shrinks by it when a step overflows, "
                 "or it would overflow for good: write a number below 1, say 0.5."
             )
-        least, most = _positive("min_loss_scale", self.min_loss_scale), math.inf
+        least, most = _number("min_loss_scale", self.min_loss_scale), math.inf
+        if least != 0:
+            least = _positive("min_loss_scale", self.min_loss_scale)
         if self.max_loss_scale is not None and self.max_loss_scale != math.inf:
             most = _positive("max_loss_scale", self.max_loss_scale)
         if least > most:
@@ -186,13 +195,13 @@ class DynamicLossScale(_Scaling):
                     f"{most}: start between them, or move them."
                 )
         if not isinstance(self.counter, jax.core.Tracer):
-            counter = _whole("counter", self.counter, least=0)
+            counter = _whole("counter", self.counter, least=0, most=_MOST)
             if counter >= period:
                 raise ValueError(
                     f"counter is {counter}, but it counts finite steps up to period, which is "
                     f"{period}, and then starts again: write 0."
                 )
-        hysteresis = _whole("hysteresis", self.hysteresis, least=1)
+        hysteresis = _whole("hysteresis", self.hysteresis, least=1, most=_MOST)
         resolved = {
             "loss_scale": jnp.asarray(self.loss_scale, jnp.float32),
             "counter": jnp.asarray(self.counter, jnp.int32),
@@ -206,6 +215,7 @@ class DynamicLossScale(_Scaling):
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
+        told_to_serialize(DynamicLossScale)
 
     def adjust(self, grads_finite: ArrayLike) -> "DynamicLossScale":
         """The loss scale after a step whose gradients were, or were not, all finite.
@@ -217,8 +227,10 @@ class DynamicLossScale(_Scaling):
           ValueError: if it is not a boolean scalar.
         """
         finite = boolean_scalar("grads_finite", grads_finite)
-        steps = jnp.where(finite, self.counter + 1, 0)
-        grow = steps >= self.period  # over it where a checkpoint of another period went on
+        steps = jnp.where(finite, jnp.minimum(self.counter, _MOST - 1) + 1, 0)
+        grow = jnp.asarray(False)
+        if self.period <= _MOST:
+            grow = steps >= self.period  # over it where a checkpoint of another period went on
         if self.overflows is None:
             overflows, back_off = [], ~finite
         else:
@@ -227,10 +239,11 @@ class DynamicLossScale(_Scaling):
         assert self.max_loss_scale is not None
         assert self.backoff_factor is not None  # both resolved at construction
         grown = jnp.minimum(self.loss_scale * self.factor, self.max_loss_scale)
-        shrunk = jnp.maximum(self.loss_scale * self.backoff_factor, self.min_loss_scale)
+        least = self.min_loss_scale or _SMALLEST
+        shrunk = jnp.maximum(self.loss_scale * self.backoff_factor, least)
         loss_scale = jnp.where(grow & jnp.isfinite(grown), grown, self.loss_scale)
         loss_scale = jnp.where(back_off, shrunk, loss_scale)
-        loss_scale = jnp.clip(loss_scale, self.min_loss_scale, self.max_loss_scale)
+        loss_scale = jnp.clip(loss_scale, least, self.max_loss_scale)
         leaves = [loss_scale, jnp.where(grow, 0, steps), *overflows]
         return jax.tree.unflatten(jax.tree.structure(self), leaves)
 
@@ -250,8 +263,7 @@ def _apply(op: Any, tree: T, loss_scale: ArrayLike) -> T:
 
 def _positive(name: str, value: Any) -> float:
     number = _number(name, value)
-    limits = np.finfo(np.float32)
-    if not float(limits.tiny) <= number <= float(limits.max):
+    if not _SMALLEST <= number <= float(np.finfo(np.float32).max):
         raise ValueError(
             f"{name} is {number}, but it must be positive and finite in float32, or gradients "
             "would be lost: write a number such as 2.0**15."
@@ -259,10 +271,13 @@ def _positive(name: str, value: Any) -> float:
     return number
 
 
-def _whole(name: str, value: Any, least: int) -> int:
+def _whole(name: str, value: Any, least: int, most: float = math.inf) -> int:
     number = _number(name, value)
-    if number < least or number != math.floor(number):
-        raise ValueError(f"{name} is {number}, but it counts steps: write an integer >= {least}.")
+    if not (least <= number <= most and number < math.inf and number == math.floor(number)):
+        below = f" and <= {most}" if most < math.inf else ""
+        raise ValueError(
+            f"{name} is {number}, but it counts steps: write an integer >= {least}{below}."
+        )
     return int(number)
 
 

@@ -15,6 +15,7 @@ ROOT = PACKAGE.parent
 FLOORS = {
     "_version": 0,
     "_dtypes": 0,
+    "_flax": 0,
     "_tree": 0,
     "rounding": 1,
     "_policy": 1,

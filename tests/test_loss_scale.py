@@ -5,14 +5,17 @@ import dataclasses
 import math
 import pickle
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.training.train_state import TrainState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jmp_kit import DynamicLossScale, NoOpLossScale, StaticLossScale
+from jmp_kit import DynamicLossScale, NoOpLossScale, StaticLossScale, mixed_precision
 
 ALL = [
     NoOpLossScale(),
@@ -302,7 +305,10 @@ def test_a_scale_that_makes_no_sense_is_refused(make, value):
         ({"factor": math.nan}, "factor is nan, but it must be positive and finite"),
         ({"backoff_factor": 1.0}, "backoff_factor is 1.0, but the scale shrinks by it.*say 0.5"),
         ({"backoff_factor": 0}, "backoff_factor is 0.0, but it must be positive"),
-        ({"min_loss_scale": 0}, "min_loss_scale is 0.0, but it must be positive"),
+        ({"min_loss_scale": -1}, "min_loss_scale is -1.0, but it must be positive"),
+        ({"counter": 2**40, "period": 2**41}, "counter is .*, but it counts .* <= 2147483647"),
+        ({"hysteresis": 2**31}, "hysteresis is .*an integer >= 1 and <= 2147483647"),
+        ({"period": math.inf}, "period is inf, but it counts steps"),
         ({"min_loss_scale": 8, "max_loss_scale": 4}, "min_loss_scale is 8.0 and max_loss_scale"),
         ({"loss_scale": 0.5}, "loss_scale is 0.5, but min_loss_scale is 1.0.* start between"),
         ({"max_loss_scale": 4.0}, "loss_scale is 65536.0.*max_loss_scale is 4.0"),
@@ -322,3 +328,46 @@ def test_structure_must_be_known_when_tracing():
 def test_adjust_takes_a_boolean_scalar(finite):
     with pytest.raises(ValueError, match="grads_finite must be one boolean .*all_finite"):
         DynamicLossScale().adjust(finite)
+
+
+def test_a_period_that_never_ends():
+    loss_scale = DynamicLossScale(8.0, counter=2**31 - 2, period=2**31)
+    for _ in range(3):
+        loss_scale = loss_scale.adjust(jnp.asarray(True))
+        assert (float(loss_scale.loss_scale), int(loss_scale.counter)) == (8.0, 2**31 - 1)
+    longest = DynamicLossScale(8.0, counter=2**31 - 2, period=2**31 - 1)
+    assert float(longest.adjust(jnp.asarray(True)).loss_scale) == 16.0
+
+
+def test_no_floor_is_float32_s_own():
+    """Below it, gradients could not be divided by the scale."""
+    loss_scale = DynamicLossScale(2.0**-120, factor=2.0**4, min_loss_scale=0)
+    assert loss_scale.min_loss_scale == 0
+    for _ in range(4):
+        loss_scale = loss_scale.adjust(jnp.asarray(False))
+    assert float(loss_scale.loss_scale) == 2.0**-126
+    assert float(loss_scale.unscale(loss_scale.scale(jnp.float32(1.5)))) == 1.5
+
+
+@pytest.mark.usefixtures("standard_promotion")  # for optax.adam
+@pytest.mark.parametrize("loss_scale", ALL, ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_flax_serializes_a_state_with_it(loss_scale, steps):
+    optimizer = mixed_precision(optax.adam(1e-3), loss_scale, master="kahan")
+    params = {"w": jnp.ones(3, jnp.bfloat16)}
+    start = TrainState.create(apply_fn=None, params=params, tx=optimizer)
+    state = start
+    for _ in range(steps):
+        _, opt_state = optimizer.update({"w": jnp.full(3, jnp.inf)}, state.opt_state, params)
+        state = state.replace(opt_state=opt_state)
+    back = flax.serialization.from_bytes(start, flax.serialization.to_bytes(state))
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+def test_flax_restores_no_other_loss_scale():
+    saved = flax.serialization.to_bytes(DynamicLossScale(hysteresis=2))
+    with pytest.raises(ValueError, match="has the leaves loss_scale, counter, but .* overflows"):
+        flax.serialization.from_bytes(DynamicLossScale(), saved)
+    with pytest.raises(ValueError, match="NoOpLossScale of these settings has the leaves none"):
+        flax.serialization.from_bytes(NoOpLossScale(), saved)

@@ -318,6 +318,73 @@ def test_gathering_is_linear_and_can_be_differentiated_forward():
     assert (tangent(w, jnp.ones((8, 2))) == 2 * w.sum()).all()
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_of_each_example(check_vma, dtype):
+    """Of parameters split and copied, as `vmap(grad)` gives them, summed over the devices."""
+    mesh, specs = mesh_of(8), {"w": P("data"), "b": P()}
+
+    def loss_fn(params, x, gather=lambda params: params):
+        whole = jax.tree.map(lambda w: w.astype(jnp.float32), gather(params))
+        return jnp.sum((x @ whole["w"] + whole["b"]) ** 2)
+
+    gather = lambda params: jmp_kit.gather_params(params, specs, "data")  # noqa: E731
+    grads_of = jax.vmap(jax.grad(functools.partial(loss_fn, gather=gather)), (None, 0))
+    random = np.random.default_rng(0)
+    params = {"w": jnp.asarray(random.integers(-3, 4, (8, 4)), dtype), "b": jnp.ones(4, dtype)}
+    x = jnp.asarray(random.integers(-3, 4, (3, 8)), jnp.float32)
+    found = jax.shard_map(
+        grads_of,
+        mesh=mesh,
+        in_specs=(specs, P()),
+        out_specs={"w": P(None, "data"), "b": P()},
+        check_vma=check_vma,
+    )(params, x)
+    wanted = jax.vmap(jax.grad(loss_fn), (None, 0))(params, x)
+    for name, grad in found.items():  # each device has the same examples
+        assert grad.dtype == dtype
+        np.testing.assert_allclose(np.float32(grad), 8 * np.float32(wanted[name]), rtol=0.01)
+
+
+@pytest.mark.parametrize("axes", ["data", ("model", "data")])
+@pytest.mark.parametrize("order", [("model", "data"), ("data", "model")])
+def test_a_dimension_that_is_split_twice(order, axes):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    w, spec, rest = jnp.arange(16.0 * 8).reshape(16, 8), P(order), P("model")
+    if axes != "data":
+        rest = P()
+
+    def whole():
+        return jax.shard_map(
+            lambda w: jmp_kit.gather_params(w, spec, axes, "float32"),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=rest,
+            check_vma=False,
+        )(w)
+
+    if (order, axes) == (("data", "model"), "data"):
+        with pytest.raises(ValueError, match=r"in another order.*PartitionSpec\(\('model', 'data'"):
+            whole()
+    else:
+        np.testing.assert_array_equal(whole(), w)
+
+
+def test_an_axis_that_is_the_partitioner_s_may_split_what_is_gathered():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    w = jnp.arange(16.0 * 8).reshape(16, 8)
+    split = jax.device_put(w, NamedSharding(mesh, P(("data", "model"))))
+    gather = jax.shard_map(
+        lambda w: jmp_kit.gather_params(w, P(("data", "model")), "data", "float32"),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(jax.jit(gather)(split), w)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -1,5 +1,6 @@
 """Reading what `mixed_precision` keeps, wherever in an optimizer's state it lies."""
 
+import math
 from typing import Any
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 
 from jmp_kit._loss_scale import LossScale
 from jmp_kit.optim._mixed_precision import MixedPrecisionState
+
+_HIGHEST = 2.0**40  # float16 gradients as small as this makes large are none
 
 
 def loss_scale_of(opt_state: Any) -> LossScale:
@@ -63,7 +66,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
 
 
 def raise_if_diverged(opt_state: Any, max_consecutive_skips: int = 50) -> None:
-    """Stop a run whose steps are all skipped: its parameters have ceased to move.
+    """Stop a run whose steps are all skipped, or whose loss scale grows without an end.
+
+    Its parameters have ceased to move, or nothing is scaled.
 
     Waits for the device: call it outside jit, every hundred steps or so.
 
@@ -73,7 +78,8 @@ def raise_if_diverged(opt_state: Any, max_consecutive_skips: int = 50) -> None:
         starts far too high is found by halving, 1 skip a halving.
 
     Raises:
-      FloatingPointError: if more were skipped; it says what the scale is and what to do.
+      FloatingPointError: if more were skipped, or a scale without a `max_loss_scale` is over
+        2^40; it says what the scale is and what to do.
       ValueError: as `loss_scale_of`; or if it is called under jit.
 
     Example:
@@ -87,10 +93,17 @@ def raise_if_diverged(opt_state: Any, max_consecutive_skips: int = 50) -> None:
             "raise_if_diverged reads numbers from the device and cannot do so while a program is "
             "traced: call it outside jit, on the state that the train step returned."
         )
-    in_a_row = int(state.consecutive_skipped)
+    in_a_row, scale = int(state.consecutive_skipped), float(state.loss_scale.loss_scale)
+    limit = getattr(state.loss_scale, "max_loss_scale", scale)
+    if scale > _HIGHEST and limit == math.inf:
+        raise FloatingPointError(
+            f"The loss scale has grown to {scale:g}, and no gradient overflows: it is over 2^40. "
+            "Either nothing is scaled by it: call jmp_kit.value_and_grad(loss_fn, "
+            "loss_scale_of(opt_state)), not jax.value_and_grad. Or compute is bfloat16, which "
+            "needs no scale: write NoOpLossScale(). If it is meant, give it a max_loss_scale."
+        )
     if in_a_row <= max_consecutive_skips:
         return
-    scale = float(state.loss_scale.loss_scale)
     raise FloatingPointError(
         f"The gradients of the last {in_a_row} steps were not finite, so all of them were skipped "
         f"and the parameters do not move. The loss scale is {scale:g}. {_advice(state.loss_scale)}"
@@ -101,14 +114,13 @@ def _advice(loss_scale: LossScale) -> str:
     if float(loss_scale.loss_scale) > getattr(loss_scale, "min_loss_scale", 1):
         return (
             "It may still be too high: start with a lower one, or, if it is a StaticLossScale, "
-            "use a DynamicLossScale, which falls by itself."
+            "use a DynamicLossScale, which falls by itself. If you multiply the loss yourself: did "
+            "you unscale? update takes true gradients, as jmp_kit.value_and_grad gives them."
         )
     return (
         "It can fall no further, so scaling is not to blame: look for a division by zero or a "
         "logarithm of it in the loss, for bad values in the data or in the parameters, and for "
-        "float16 activations over 65504 (bfloat16 has float32's range); lower the learning rate. "
-        "If optax.MultiSteps wraps mixed_precision, wrap it the other way round: one overflow "
-        "stays in its accumulator for good."
+        "float16 activations over 65504 (bfloat16 has float32's range); lower the learning rate."
     )
 
 

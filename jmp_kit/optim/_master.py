@@ -31,16 +31,22 @@ def widened(param: jax.Array) -> jax.Array:
 
 
 def full_value(param: Any, kept: Any) -> Any:
-    """The float32 value of a 16-bit parameter and what is kept of it; other parameters as is."""
+    """The float32 value of a 16-bit parameter and what is kept of it; other parameters as is.
+
+    Where they do not belong together, for something else than `mixed_precision` has changed the
+    parameter since, it is the parameter alone.
+    """
     if not is_narrow(param):
         return param
+    rounded = widened(param)
     if kept is None:
-        return widened(param)
-    if kept.dtype == jnp.int16:
+        return rounded
+    if kept.dtype == jnp.int16:  # which are the low bits of any parameter
         return join_float32(param, kept)
-    if kept.dtype == jnp.bfloat16:
-        return widened(param) + widened(kept)
-    return kept
+    full = rounded + widened(kept) if kept.dtype == jnp.bfloat16 else kept
+    # No update leads away from infinity, and nobody means it.
+    belongs = (round_to(full, param.dtype) == rounded) | jnp.isinf(rounded)
+    return jnp.where(belongs, full, rounded)
 
 
 def _float32(full: jax.Array, dtype: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:

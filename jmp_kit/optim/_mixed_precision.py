@@ -9,8 +9,16 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
+from jmp_kit._flax import told_to_serialize
 from jmp_kit._loss_scale import LossScale, NoOpLossScale
 from jmp_kit._tree import all_finite, cast_like, is_array, select_tree
+from jmp_kit.optim._checks import (
+    check_kept,
+    check_parameters,
+    not_a_state,
+    refuse_accumulation_around,
+    refuse_another_within,
+)
 from jmp_kit.optim._master import MASTERS, Keep, full_value, is_narrow, widened
 from jmp_kit.optim._moments import (
     cast_moments,
@@ -75,7 +83,12 @@ def mixed_precision(
     When gradients are not finite, everything but `loss_scale` and the counts of skipped steps
     keeps every bit: parameters, moments, schedules, weight decay, masters. There is no branch and
     nothing waits for the host. The inner optimizer sees true gradients and float32 parameters,
-    and its state keeps the dtypes it started with.
+    and its state keeps the dtypes it started with. (On a CPU every sum flushes subnormal numbers
+    to zero, that of `optax.apply_updates` too.)
+
+    Where a 16-bit parameter is not the rounded master when the next step comes, for weights were
+    loaded, clipped, averaged or changed by a transformation around this one, the parameter is
+    what is meant, and the master follows it.
 
     Wrap the whole optimizer, accumulation included: `mixed_precision(optax.MultiSteps(inner, k))`
     leaves a micro-batch that overflowed out and waits for another one, while `MultiSteps` around
@@ -92,6 +105,7 @@ def mixed_precision(
         |--------------|--------------------------------------|-------|-------------------|
         | "float32"    | a float32 copy                       | 2 + 4 | bfloat16, float16 |
         | "remainder"  | int16: the bits that it lacks, exact | 2 + 2 | bfloat16          |
+        |              | (ties round away from zero)          |       |                   |
         | "kahan"      | bfloat16: what rounding lost, to 8   | 2 + 2 | bfloat16, float16 |
         |              | bits (compensated summation)         |       |                   |
         | "stochastic" | nothing: rounded at random, right on | 2     | bfloat16, float16 |
@@ -112,13 +126,18 @@ def mixed_precision(
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `MixedPrecisionState`. Its
       `update(grads, state, params)` takes true (unscaled) gradients. Updates of 16-bit parameters
-      are float32, so that `optax.apply_updates` lands on the rounded master exactly.
+      are float32, so that `optax.apply_updates` lands on the rounded master exactly; where a
+      parameter nearly cancels (1 to 9e-7), within float32's rounding of what it was, and so does
+      the master.
 
     Raises:
-      TypeError: if `inner` is no optimizer, or `loss_scale` no loss scale.
+      TypeError: if `inner` is no optimizer, or `loss_scale` no loss scale; when updating, if the
+        state is another optimizer's.
       ValueError: if `master` is unknown, `seed` no integer or `moment_dtype` none for moments;
-        when initialising, if a float16 parameter should have a remainder, or there are no moments;
-        when updating, if `params` are missing.
+        when initialising, if a float16 parameter should have a remainder, a parameter has fewer
+        than 16 bits, there are no moments, or `inner` holds a `mixed_precision`, or
+        `optax.MultiSteps` or `optax.lookahead` is on the wrong side; when updating, if `params`
+        are missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_kit, optax
@@ -179,6 +198,7 @@ def mixed_precision(
             f"master is {master!r}, which is no way to keep precision: "
             f"write one of {', '.join(map(repr, MASTERS))}."
         )
+    told_to_serialize(NoOpLossScale)  # the default was made before Flax was loaded
     keep = MASTERS[master]
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise ValueError(f"seed is {seed!r}, but it must be an integer: write seed=0.")
@@ -191,8 +211,8 @@ def mixed_precision(
 
     def init(params: optax.Params) -> MixedPrecisionState:
         key = jax.random.key(seed, impl=_GENERATOR)
-        if master == "remainder":
-            _check_bfloat16(params)
+        refuse_accumulation_around()
+        check_parameters(params, master)
 
         def kept(param: Any, key: Any) -> Any:
             return keep(widened(param), param.dtype, key)[1] if is_narrow(param) else None
@@ -200,8 +220,9 @@ def mixed_precision(
         masters = jax.tree.map(kept, params, keys_like(key, params))
         full = jax.tree.map(full_value, params, masters)
         inner_state = inner.init(full)
+        refuse_another_within(inner_state, MixedPrecisionState)
         if moment_dtype is not None:
-            inner_state = cast_moments(inner_state, moment_dtype)
+            inner_state = cast_moments(inner_state, moment_dtype, full)
         state = MixedPrecisionState(
             # Copied: a train step that donates its state would delete the caller's loss scale.
             loss_scale=jax.tree.map(jnp.array, loss_scale),
@@ -214,18 +235,6 @@ def mixed_precision(
         )
         return beside_parameters(state, full)
 
-    def check_kept(path: Any, param: Any, kept: Any) -> None:
-        keeps = is_narrow(param) and master not in ("stochastic", "none")
-        if keeps != (kept is not None) or (keeps and kept.shape != param.shape):
-            now = f"{param.dtype}{list(param.shape)}"
-            then = "nothing" if kept is None else f"{kept.dtype}{list(kept.shape)}"
-            raise ValueError(
-                f"This state was made for other parameters: {jax.tree_util.keystr(path) or 'one'} "
-                f"is {now}, but what is kept of it is {then}. Cast first and then initialise: "
-                "opt_state = optimizer.init(policy.cast_to_param(params)); a state of another "
-                "precision goes through convert_precision."
-            )
-
     def update(
         grads: optax.Updates,
         state: MixedPrecisionState,
@@ -237,7 +246,9 @@ def mixed_precision(
                 "mixed_precision needs the parameters, to land on the rounded masters exactly: "
                 "write optimizer.update(grads, opt_state, params)."
             )
-        jax.tree_util.tree_map_with_path(check_kept, params, state.master)
+        if not isinstance(state, MixedPrecisionState):
+            raise TypeError(not_a_state(state))
+        check_kept(params, state.master, master)
         full = jax.tree.map(full_value, params, state.master)
         grads = cast_like(grads, full)
         finite = all_finite(grads)
@@ -304,16 +315,6 @@ def _split(key_data: jax.Array | None) -> tuple[Any, Any, Any]:
         return None, None, None
     keys = jax.random.split(jax.random.wrap_key_data(key_data, impl=_GENERATOR), 3)
     return jax.random.key_data(keys[0]), keys[1], keys[2]
-
-
-def _check_bfloat16(params: Any) -> None:
-    for path, param in jax.tree_util.tree_leaves_with_path(params):
-        if is_narrow(param) and param.dtype != jnp.bfloat16:
-            raise ValueError(
-                f'master is "remainder", but the parameter {jax.tree_util.keystr(path)} is '
-                f"{param.dtype}, whose bits are not the upper half of a float32's: use bfloat16 "
-                'parameters, or master="float32" (6 bytes a parameter) or "kahan" (4).'
-            )
 
 
 def _each(field: str, landings: Any) -> Any:

@@ -41,16 +41,26 @@ def parse_moment_dtype(dtype: DTypeLike | None) -> Any:
     )
 
 
-def cast_moments(inner_state: Any, dtype: Any) -> Any:
+def cast_moments(inner_state: Any, dtype: Any, params: Any) -> Any:
     """The state with its moments in `dtype`.
+
+    A container that parameters lie in is theirs in the state too, whatever its fields are called.
 
     Raises:
       ValueError: if there are none.
     """
     found = []
+    theirs: set[type] = set()
+
+    def is_seen(node: Any) -> bool:
+        theirs.add(type(node))
+        return False
+
+    jax.tree.leaves(params, is_leaf=is_seen)
 
     def has_moments(node: Any) -> bool:
-        return bool(set(getattr(node, "_fields", ())) & set(MOMENTS))
+        named = set(getattr(node, "_fields", ())) & set(MOMENTS)
+        return bool(named) and type(node) not in theirs
 
     def cast(node: Any) -> Any:
         if not has_moments(node):

@@ -102,3 +102,26 @@ def test_the_alarm_says_what_to_do(loss_scale, words):
 def test_the_alarm_is_not_for_traced_code():
     with pytest.raises(ValueError, match="raise_if_diverged reads numbers .* outside jit"):
         jax.jit(raise_if_diverged)(after_overflows(NoOpLossScale(), 0))
+
+
+def test_a_scale_that_nothing_applies_is_noticed():
+    """It only grows: `jax.value_and_grad` was called."""
+    optimizer = mixed_precision(optax.sgd(0.1), DynamicLossScale(2.0**39, period=1))
+    state = optimizer.init(PARAMS)
+    for _ in range(2):
+        raise_if_diverged(state)
+        _, state = optimizer.update(PARAMS, state, PARAMS)
+    with pytest.raises(FloatingPointError, match=r"2\^40.*call jmp_kit.value_and_grad.*NoOpLoss"):
+        raise_if_diverged(state)
+
+
+@pytest.mark.parametrize(
+    "loss_scale", [DynamicLossScale(2.0**50, max_loss_scale=2.0**60), StaticLossScale(2.0**50)]
+)
+def test_a_high_scale_that_is_meant(loss_scale):
+    raise_if_diverged(mixed_precision(optax.sgd(0.1), loss_scale).init(PARAMS))
+
+
+def test_scaled_gradients_are_asked_for():
+    with pytest.raises(FloatingPointError, match="did you unscale"):
+        raise_if_diverged(after_overflows(DynamicLossScale(2.0**30), 5), 4)

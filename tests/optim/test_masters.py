@@ -361,6 +361,66 @@ def test_gradients_that_float32_cannot_hold_are_not_finite():
         assert not state.finite
 
 
+@ways
+def test_a_parameter_that_was_changed_outside_is_what_is_meant(master, dtype):
+    """Weights loaded after init, tied, averaged: the master follows, within half a step of them."""
+    optimizer = mixed_precision(optax.sgd(1e-3), master=master)
+    state = optimizer.init({"w": jnp.full(2, 700.3, dtype)})
+    params = {"w": jnp.array([3.0, 700.3], dtype)}
+    full = jmp_kit.master_params(state, params)["w"]
+    assert abs(float(full[0]) - 3) <= float(jnp.finfo(dtype).eps)
+    updates, state = jax.jit(optimizer.update)({"w": jnp.ones(2)}, state, params)
+    params = optax.apply_updates(params, updates)
+    full = jmp_kit.master_params(state, params)["w"]
+    half_a_step = 3 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(full[0], 3 - 1e-3, atol=half_a_step)
+    if master == "float32":  # and is exact again from there
+        assert float(full[0]) == np.float32(3) - np.float32(1e-3)
+
+
+@ways
+def test_clipped_weights_stay_within_their_limits(master, dtype):
+    """As in WGAN: a master that went on outside would come back late."""
+    optimizer = mixed_precision(optax.sgd(0.1), master=master)
+    params = jnp.zeros((), dtype)
+    state = optimizer.init(params)
+    step = jax.jit(one_step(optimizer))
+    for gradient, limit in [(1, -0.01)] * 10 + [(-1, 0.01)] * 2:
+        params, state = step(params, state, jnp.float32(gradient))
+        params = jnp.clip(params, -0.01, 0.01).astype(dtype)
+        assert abs(float(params) - limit) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("master", ["float32", "remainder", "kahan"])
+def test_what_transforms_updates_afterwards_is_followed(master, dtype):
+    def end(optimizer, params, steps, fast=lambda params: params):
+        state = optimizer.init(params)
+        for _ in range(steps):
+            updates, state = optimizer.update(jnp.ones(()), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    optimizer = mixed_precision(optax.sgd(1.0), master=master)
+    zero = jnp.zeros((), dtype)
+    assert float(end(optax.chain(optimizer, optax.scale(0.5)), zero, 4)) == -2
+    synced = optax.LookaheadParams.init_synced(zero)
+    assert float(end(optax.lookahead(optimizer, 2, 0.5), synced, 6).slow) == -3
+
+
+def test_lookahead_inside_says_what_to_write():
+    params = optax.LookaheadParams.init_synced({"w": jnp.zeros(2)})
+    with pytest.raises(ValueError, match=r"optax.lookahead\(mixed_precision\("):
+        mixed_precision(optax.lookahead(optax.sgd(1.0), 2, 0.5)).init(params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn])
+@pytest.mark.parametrize("master", MASTERS)
+def test_parameters_of_fewer_than_16_bits_are_refused(master, dtype):
+    with pytest.raises(ValueError, match=rf"\['w'\] is {jnp.dtype(dtype)}, to which no update"):
+        mixed_precision(optax.sgd(1e-3), master=master).init({"w": jnp.ones(2, dtype)})
+
+
 @pytest.mark.parametrize("seed", [True, 0.5, "0", None])
 def test_a_seed_is_an_integer(seed):
     with pytest.raises(ValueError, match="must be an integer: write seed=0"):

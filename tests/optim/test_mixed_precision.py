@@ -385,16 +385,35 @@ def test_accumulation_leaves_an_overflowing_micro_batch_out():
     assert step._cache_size() == 1
 
 
-def test_accumulation_around_it_is_poisoned_and_the_error_says_so():
-    optimizer = optax.MultiSteps(mixed_precision(optax.sgd(1.0)), 2)
-    params = jnp.zeros(())
-    state = optimizer.init(params)
-    for grad in (jnp.inf, -1, -1, -1, -1, -1):
-        updates, state = optimizer.update(jnp.float32(grad), state, params)
-        params = optax.apply_updates(params, updates)
-    assert float(params) == 0
-    with pytest.raises(FloatingPointError, match="If optax.MultiSteps wraps mixed_precision"):
-        jmp_kit.raise_if_diverged(state, max_consecutive_skips=2)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda o: optax.MultiSteps(o, 2),
+        lambda o: optax.MultiSteps(optax.chain(optax.clip(1.0), o), lambda step: step + 1),
+        lambda o: optax.masked(optax.MultiSteps(o, 4).gradient_transformation(), {"w": True}),
+    ],
+)
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit, lambda f: lambda p: jax.eval_shape(f, p)])
+def test_accumulation_around_it_is_refused(wrap, how):
+    """One overflow would stay in the accumulator."""
+    optimizer = wrap(mixed_precision(optax.sgd(1.0)))
+    with pytest.raises(ValueError, match=r"other way round: mixed_precision\(optax.MultiSteps"):
+        how(optimizer.init)({"w": jnp.zeros(2)})
+
+
+def test_one_within_another_is_refused():
+    inner = optax.chain(optax.clip(1.0), mixed_precision(optax.sgd(1.0)))
+    with pytest.raises(ValueError, match="wraps a mixed_precision.*Wrap the optimizer once"):
+        mixed_precision(inner, DynamicLossScale()).init({"w": jnp.zeros(2)})
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    params = {"w": jnp.zeros(2)}
+    state = optax.adam(1e-3).init(params)
+    with pytest.raises(
+        TypeError, match=r"type tuple, which another optimizer made.*init\(params\)"
+    ):
+        mixed_precision(optax.adam(1e-3)).update(params, state, params)
 
 
 @pytest.mark.parametrize("inside", [True, False])

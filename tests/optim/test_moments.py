@@ -1,5 +1,7 @@
 """Moments in bfloat16: they decay, they keep their dtype, and the update is float32."""
 
+import typing
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,3 +154,25 @@ def test_metrics_and_export_read_such_a_state():
     state = optimizer.init(params)
     assert jmp_kit.master_params(state, params).dtype == jnp.float32
     assert set(jmp_kit.metrics(state)) == {"loss_scale", "finite", "skipped", "consecutive_skipped"}
+
+
+class Gauss(typing.NamedTuple):
+    """Variational parameters, called as moments are."""
+
+    mu: jax.Array
+    nu: jax.Array
+
+
+@pytest.mark.parametrize(
+    ("inner", "weights"),
+    [
+        (optax.contrib.schedule_free(optax.adam(1e-3), 1e-3), lambda state: state.z),
+        (optax.MultiSteps(optax.adam(1e-3), 4), lambda state: state.acc_grads),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda p: p, lambda p: {"layer": [p]}])
+def test_containers_of_parameters_are_no_moments(inner, weights, wrap):
+    params = wrap(Gauss(jnp.full(4, 0.1), jnp.full(4, 0.1)))
+    state = mixed_precision(inner, moment_dtype="bfloat16").init(params).inner_state
+    assert {x.dtype for x in jax.tree.leaves(weights(state))} == {jnp.dtype("float32")}
+    assert jnp.dtype(jnp.bfloat16) in {x.dtype for x in jax.tree.leaves(state)}

@@ -1,0 +1,97 @@
+"""What `mixed_precision` is given, looked at before anything is lost."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jmp_kit._tree import is_array
+from jmp_kit.optim._master import is_narrow
+
+
+def check_parameters(params: Any, master: str) -> None:
+    """Raise where a parameter's precision cannot be kept in this way, or in any."""
+    if isinstance(params, optax.LookaheadParams):
+        raise ValueError(
+            "These are optax.LookaheadParams, two sets of parameters of which only the fast ones "
+            "have gradients. Wrap the optimizer of these: optax.lookahead(mixed_precision("
+            "optax.adamw(3e-4)), 5, 0.5)."
+        )
+    for path, param in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path) or "given"
+        if is_array(param, jnp.floating) and jnp.finfo(param.dtype).bits < 16:
+            raise ValueError(
+                f"The parameter {name} is {param.dtype}, to which no update is large enough to be "
+                "added, and of which no master is kept. Keep parameters in bfloat16, 2 bytes with "
+                'master="stochastic", and cast them to 8 bits where they are multiplied.'
+            )
+        if master == "remainder" and is_narrow(param) and param.dtype != jnp.bfloat16:
+            raise ValueError(
+                f'master is "remainder", but the parameter {name} is {param.dtype}, whose bits are '
+                "not the upper half of a float32's: use bfloat16 parameters, or "
+                'master="float32" (6 bytes a parameter) or "kahan" (4).'
+            )
+
+
+def check_kept(params: Any, masters: Any, master: str) -> None:
+    """Raise where what is kept is of other parameters than these."""
+
+    def check(path: Any, param: Any, kept: Any) -> None:
+        keeps = is_narrow(param) and master not in ("stochastic", "none")
+        if keeps != (kept is not None) or (keeps and kept.shape != param.shape):
+            now = f"{param.dtype}{list(param.shape)}"
+            then = "nothing" if kept is None else f"{kept.dtype}{list(kept.shape)}"
+            raise ValueError(
+                f"This state was made for other parameters: {jax.tree_util.keystr(path) or 'one'} "
+                f"is {now}, but what is kept of it is {then}. Cast first and then initialise: "
+                "opt_state = optimizer.init(policy.cast_to_param(params)); a state of another "
+                "precision goes through convert_precision."
+            )
+
+    jax.tree_util.tree_map_with_path(check, params, masters)
+
+
+def not_a_state(state: Any) -> str:
+    """What to say of a state that another optimizer made."""
+    return (
+        f"mixed_precision was given a state of the type {type(state).__name__}, which another "
+        "optimizer made: it has no loss scale and no masters. Write opt_state = "
+        "optimizer.init(params) with the optimizer that mixed_precision gave; a run that began "
+        "without it goes on through convert_precision or jmp_kit.checkpoint.restore."
+    )
+
+
+def refuse_another_within(inner_state: Any, kind: type) -> None:
+    """Raise where the inner optimizer is, or holds, a `mixed_precision` itself."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, kind)
+
+    if any(map(is_one, jax.tree.leaves(inner_state, is_leaf=is_one))):
+        raise ValueError(
+            "mixed_precision wraps a mixed_precision, so there would be two loss scales and two "
+            "masters, of which the outer ones are never right. Wrap the optimizer once."
+        )
+
+
+def refuse_accumulation_around() -> None:
+    """Raise where `optax.MultiSteps` initialises what it wraps: one overflow would stay for good.
+
+    Only who is calling tells: an optax transformation does not see what is around it.
+    """
+    frame = inspect.currentframe()
+    while frame and frame.f_code is not optax.MultiSteps.init.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return
+    steps = frame.f_locals["self"]._every_k_schedule(np.int32(0))
+    if not (isinstance(steps, int) and steps == 1):  # which accumulates nothing
+        raise ValueError(
+            "optax.MultiSteps wraps mixed_precision, so that one gradient that is not finite "
+            "would stay in its accumulator, and no step would be taken any more. Write it the "
+            "other way round: mixed_precision(optax.MultiSteps(inner, k), loss_scale) leaves that "
+            "micro-batch out and goes on."
+        )
