@@ -13,11 +13,12 @@ _NAMES: dict[np.dtype, tuple[str, ...]] = {
     jnp.dtype(jnp.float32): ("f32", "float32", "full"),
     jnp.dtype(jnp.float64): ("f64", "float64"),
 }
+DTYPE_NAMES = ("half", *(name for names in _NAMES.values() for name in names))
 _BY_NAME = {name: dtype for dtype, names in _NAMES.items() for name in names}
 
 _UNKNOWN_DTYPE = (
     "Unknown dtype {value!r}. A policy casts floating-point values only; write one of "
-    + ", ".join(("half", *_BY_NAME))
+    + ", ".join(DTYPE_NAMES)
     + ", or a dtype such as jnp.bfloat16."
 )
 

@@ -1,5 +1,6 @@
 """Gradients of a scaled loss, handed out unscaled."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,8 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_kit._loss_scale import LossScale
+from jmp_kit._loss_scale import SCALED, LossScale, NoOpLossScale
 from jmp_kit._tree import at_least_float32, is_array
+
+_TOO_NARROW = {
+    jnp.dtype(jnp.float16): "which ends at 65504: multiplied by the loss scale it would overflow, "
+    "and averaging it over a batch loses digits",
+    jnp.dtype(jnp.bfloat16): "which has 8 significant bits: averaging it over a batch loses digits",
+}
 
 
 def value_and_grad(
@@ -41,7 +48,7 @@ def value_and_grad(
 
     Raises:
       TypeError: if `fun` is not callable, `loss_scale` cannot scale, or, when called, the loss is
-        float16 or `fun` does not return the pair that `has_aux` announces.
+        float16 or bfloat16, or `fun` does not return the pair that `has_aux` announces.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_kit
@@ -96,7 +103,9 @@ def value_and_grad_by(
     _check(fun, loss_scale)
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        value = fun(*args, **kwargs)
+        scaled = not isinstance(loss_scale, NoOpLossScale)
+        with jax.named_scope(SCALED) if scaled else contextlib.nullcontext():
+            value = fun(*args, **kwargs)
         loss = _loss_of(value, has_aux)
         return loss_scale.scale(loss), value
 
@@ -151,6 +160,10 @@ def _check(fun: Any, loss_scale: Any) -> None:
             f"The first argument is the loss function, but {fun!r} is not callable. "
             "Write value_and_grad(loss_fn, loss_scale)(params, batch)."
         )
+    if isinstance(loss_scale, type):
+        raise TypeError(
+            f"The loss scale is the class {loss_scale.__name__}: write {loss_scale.__name__}()."
+        )
     if not (hasattr(loss_scale, "scale") and hasattr(loss_scale, "unscale")):
         raise TypeError(
             f"The loss scale is {loss_scale!r}, which cannot scale a loss. Write "
@@ -166,10 +179,9 @@ def _loss_of(value: Any, has_aux: bool) -> Any:
             "Return the pair, or leave has_aux out."
         )
     loss = value[0] if has_aux else value
-    if is_array(loss) and loss.dtype == jnp.float16:
+    if is_array(loss) and loss.dtype in _TOO_NARROW:
         raise TypeError(
-            "The loss is float16, which ends at 65504: multiplied by the loss scale it would "
-            "overflow, and averaging it over a batch loses digits. Compute it in float32: cast "
+            f"The loss is {loss.dtype}, {_TOO_NARROW[loss.dtype]}. Compute it in float32: cast "
             "the logits with logits.astype(jnp.float32) before the loss."
         )
     return loss

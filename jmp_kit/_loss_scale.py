@@ -15,6 +15,9 @@ from jmp_kit._tree import at_least_float32, boolean_scalar, is_array, register_s
 
 T = TypeVar("T")
 
+# The name scope of a loss that is scaled, and of its backward pass.
+SCALED = "jmp_kit_scaled"
+
 _STATIC = {"static": True}
 _MOST = np.iinfo(np.int32).max  # that a count of steps can be
 _SMALLEST = float(np.finfo(np.float32).tiny)  # scale that gradients can be divided by

@@ -1,13 +1,14 @@
 """Policies: which dtype parameters, compute and outputs have."""
 
 import dataclasses
+import difflib
 from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_kit._dtypes import half_dtype, parse_dtype, short_name
+from jmp_kit._dtypes import DTYPE_NAMES, half_dtype, parse_dtype, short_name
 from jmp_kit._tree import cast_floating
 
 T = TypeVar("T")
@@ -172,11 +173,24 @@ def as_policy(policy: Policy | str | DTypeLike) -> Policy:
     return Policy(jnp.float32, parse_dtype(policy), jnp.float32)
 
 
+def policy_to_compute(policy: Policy | str | DTypeLike) -> Policy:
+    """As `as_policy`, but that a dtype's name is what to compute in, as the dtype itself is."""
+    if isinstance(policy, str) and "=" not in policy and policy.strip() not in _PRESETS:
+        policy = get_policy(policy).compute_dtype
+    return as_policy(policy)
+
+
 def _parse(name: str, policy_name: str) -> np.dtype:
     try:
         return parse_dtype(name.strip())
     except ValueError as error:
-        raise ValueError(f"{error} (In the policy {policy_name!r}.)") from None
+        known = (*_PRESETS, *DTYPE_NAMES)
+        near = difflib.get_close_matches(name.strip(), known, n=1, cutoff=0.5)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"{error}{meant} Presets are {' and '.join(map(repr, _PRESETS))}. (In the policy "
+            f"{policy_name!r}.)"
+        ) from None
 
 
 def cast_to_half(tree: T) -> T:

@@ -92,7 +92,8 @@ def apply_policy(
 
     Raises:
       TypeError: if `module` is no linen module, or a class of them.
-      ValueError: if `policy` or `rules` cannot be read; when applied, if a rule matches nothing.
+      ValueError: if `policy` or `rules` cannot be read, or the module is under one already; when
+        applied, if a rule matches nothing.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -104,6 +105,11 @@ def apply_policy(
 
     Source: https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/module.html
     """
+    if isinstance(module, PolicyModule):
+        raise ValueError(
+            f"The module is under the policy {module.policy} already: write "
+            "apply_policy(module.module, policy) for another one."
+        )
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"apply_policy takes a Flax linen module, but got {module!r}. Write "

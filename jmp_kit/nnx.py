@@ -14,7 +14,6 @@ def train_step(model, optimizer, x, y):
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,8 +26,8 @@ from jmp_kit import optim
 from jmp_kit._grad import value_and_grad_by
 from jmp_kit._loss_scale import LossScale
 from jmp_kit._policy import Policy, as_policy
-from jmp_kit._tree import all_finite, at_least_float32, cast_like, is_array, select_tree
-from jmp_kit.autocast import Paths, product_paths
+from jmp_kit._tree import all_finite, select_tree
+from jmp_kit.autocast import Paths, arrays_of, changed, product_paths, set_arrays
 from jmp_kit.autocast import autocast as autocast_arrays
 
 Rules = Mapping[str, Policy | str | DTypeLike]
@@ -37,7 +36,7 @@ Rules = Mapping[str, Policy | str | DTypeLike]
 def autocast(
     fun: Any, policy: Policy | str | DTypeLike | None = None, *, rules: Rules | None = None
 ) -> Callable[..., Any]:
-    """`jmp_kit.autocast` of a function of nnx models: what it changes in them is kept.
+    """`jmp_kit.autocast`, of a function of nnx models: what it changes in them is kept.
 
     Variables are read in float32, whatever dtype they are stored in, so that everything between
     products is float32; those that the function sets (statistics, random counts) get their new
@@ -63,33 +62,7 @@ def autocast(
       >>> loss_fn(model, jnp.ones((2, 3))).dtype
       dtype('float32')
     """
-    if policy is None:
-        return functools.partial(autocast, policy=as_policy(fun), rules=rules)
-    policy = as_policy(policy)
-
-    @functools.wraps(fun)
-    def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        nodes = args, kwargs
-        parts: Any = nnx.split(nodes, nnx.Variable, ...)
-        graphdef, variables, rest = parts
-        structures = []
-
-        def pure(variables: Any, rest: Any) -> tuple[Any, list[Any]]:
-            wide = jax.tree.map(at_least_float32, variables)
-            before = _leaves(wide)
-            inner = nnx.merge(graphdef, wide, rest)
-            outputs = fun(*inner[0], **inner[1])
-            _refuse_new(before, inner)
-            values, structure = jax.tree.flatten(_changed(before, inner))
-            structures.append(structure)
-            return outputs, values
-
-        internal = policy.with_output_dtype(jnp.float32)
-        outputs, values = autocast_arrays(pure, internal, rules=rules)(variables, rest)
-        _set(nodes, jax.tree.unflatten(structures.pop(), values))
-        return jax.tree.map(lambda x: _leaving(x, policy), outputs)
-
-    return autocast_fun
+    return autocast_arrays(fun, policy, rules=rules)
 
 
 class PolicyModule(nnx.Module):
@@ -111,6 +84,10 @@ class PolicyModule(nnx.Module):
         self.model = model
         self._settings = _Settings(policy, tuple(rules.items()))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in ("model", "_settings") or name.startswith("_pytree__")
+        super().__setattr__(name, value) if own else setattr(self.model, name, value)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model gives, computed under autocast, in `output_dtype`."""
         return self._under_policy("__call__")(*args, **kwargs)
@@ -119,7 +96,9 @@ class PolicyModule(nnx.Module):
         if name.startswith("_") or "model" not in vars(self):
             raise AttributeError(name)
         value = getattr(self.model, name)
-        return self._under_policy(name) if inspect.ismethod(value) else value
+        # A jitted method is a method no more, but can be called, and its class has it.
+        is_method = callable(value) and hasattr(type(self.model), name)
+        return self._under_policy(name) if is_method else value
 
     def _under_policy(self, method: str) -> Callable[..., Any]:
         settings = self._settings
@@ -164,7 +143,8 @@ def apply_policy(
 
     Raises:
       TypeError: if `model` is no nnx module.
-      ValueError: if `policy` or `rules` cannot be read; when called, if a rule matches nothing.
+      ValueError: if `policy` or `rules` cannot be read, or the model is under one already; when
+        called, if a rule matches nothing.
 
     Example:
       >>> import jax.numpy as jnp
@@ -176,6 +156,11 @@ def apply_policy(
 
     Source: https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/module.html
     """
+    if isinstance(model, PolicyModule):
+        raise ValueError(
+            f"The model is under the policy {model._settings.policy} already: write "
+            "apply_policy(model.model, policy) for another one."
+        )
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"apply_policy takes an nnx model, but got {model!r}. Write apply_policy(Network("
@@ -277,13 +262,13 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_unscaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         nodes = args, kwargs
-        before = _leaves(nnx.state(nodes, nnx.Variable))
+        before = arrays_of(nnx.state(nodes, nnx.Variable))
         value, grads = by_nnx(*args, **kwargs)
         if not keep_skipped_state:
             finite = all_finite(grads)
-            after = _changed(before, nodes)
+            after = changed(before, nodes)
             kept = {p: select_tree(finite, new, before[p]) for p, new in after.items()}
-            _set(nodes, kept)
+            set_arrays(nodes, kept)
         return value, grads
 
     return value_and_unscaled_grad
@@ -325,48 +310,3 @@ def master_params(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
     params = nnx.state(model, optimizer.wrt)
     full = optim.master_params(arrays(optimizer.opt_state), arrays(params))
     return jax.tree.map(lambda p, x: p.replace(x), params, full, is_leaf=is_variable)
-
-
-def _leaves(variables: Any) -> dict[Any, list[Any]]:
-    """The arrays of variables by path, as they are now."""
-    return {path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(variables)}
-
-
-def _changed(before: dict[Any, list[Any]], nodes: Any) -> dict[Any, list[Any]]:
-    """The arrays of the variables that were set since."""
-    now = _leaves(nnx.state(nodes, nnx.Variable))
-    return {
-        path: now[path]
-        for path, old in before.items()
-        if any(a is not b for a, b in zip(now[path], old, strict=True))
-    }
-
-
-def _set(nodes: Any, values: dict[Any, list[Any]]) -> None:
-    """Give variables these arrays, in the dtypes that they have."""
-    variables = [
-        (p, v) for p, v in nnx.to_flat_state(nnx.state(nodes, nnx.Variable)) if p in values
-    ]
-    changed = [
-        (
-            path,
-            jax.tree.unflatten(jax.tree.structure(v), cast_like(values[path], jax.tree.leaves(v))),
-        )
-        for path, v in variables
-    ]
-    if changed:
-        nnx.update(nodes, nnx.from_flat_state(changed))
-
-
-def _refuse_new(before: dict[Any, list[Any]], nodes: Any) -> None:
-    new = _leaves(nnx.state(nodes, nnx.Variable)).keys() - before.keys()
-    if new:
-        names = ", ".join(sorted("/".join(map(str, path[2:])) for path in new))
-        raise ValueError(
-            f"The function adds variables to its model ({names}), which cannot leave the program "
-            "that autocast traces. Return such values, or make the variables before the call."
-        )
-
-
-def _leaving(x: Any, policy: Policy) -> Any:
-    return policy.cast_to_output(x) if is_array(x) and x.dtype == jnp.float32 else x

@@ -271,6 +271,108 @@ def test_a_closed_over_model_that_sets_nothing_is_not_touched():
     assert jax.jit(lambda x: model(x))(WORDS).dtype == jnp.float32
 
 
+@pytest.mark.parametrize("master", [None, "float32", "remainder"])
+def test_one_line_around_a_train_step(master):
+    """Plain autocast finds the model and its optimizer, and keeps what the step changes in them."""
+    losses = {}
+    for policy in ("float32", "mixed_bfloat16"):
+        model = Network(nnx.Rngs(0))
+        transform = optax.adam(1e-2)
+        if master:
+            half = jmp_kit.get_policy("p=bf16")
+            nnx.update(model, half.cast_to_param(nnx.state(model, nnx.Param)))
+            transform = jmp_kit.mixed_precision(transform, master=master)
+        optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
+
+        @nnx.jit
+        @jmp_kit.autocast(policy)
+        def train_step(model, optimizer, x):
+            (loss, _), grads = nnx.value_and_grad(mean_square, has_aux=True)(model, x)
+            optimizer.update(model, grads)
+            return loss
+
+        losses[policy] = [float(train_step(model, optimizer, WORDS)) for _ in range(4)]
+        assert int(model.dropout.rngs.count[...]) == 4
+        assert int(optimizer.step[...]) == 4
+        assert {x.dtype for x in jax.tree.leaves(nnx.state(model, nnx.Param))} == {
+            jnp.dtype("bfloat16" if master else "float32")
+        }
+    assert losses["float32"][-1] < losses["float32"][0]
+    np.testing.assert_allclose(losses["mixed_bfloat16"], losses["float32"], rtol=0.05)
+
+
+@pytest.mark.parametrize("how", [lambda f: f, nnx.jit])
+def test_plain_autocast_of_a_loss_keeps_counts_and_statistics(how):
+    model, plain = Network(nnx.Rngs(0)), Network(nnx.Rngs(0))
+    full = mean_square(plain, WORDS)[0]
+    half = how(
+        jmp_kit.autocast(lambda models, x: mean_square(models["one"], x)[0], "mixed_bfloat16")
+    )
+    np.testing.assert_allclose(float(half({"one": model}, WORDS)), float(full), rtol=2e-2)
+    assert int(model.dropout.rngs.count[...]) == 1
+    assert distance(nnx.state(model, nnx.BatchStat), nnx.state(plain, nnx.BatchStat)) < 2e-2
+    assert bits(nnx.state(model, nnx.Param)) == bits(nnx.state(plain, nnx.Param))
+
+
+def test_a_state_is_a_tree_of_arrays_as_before():
+    graphdef, state = nnx.split(nnx.Linear(16, 4, rngs=nnx.Rngs(0)))
+    loss = jmp_kit.autocast(
+        lambda s, x: mean_square(nnx.merge(graphdef, s), x)[0], "mixed_bfloat16"
+    )
+    grads = jax.grad(loss)(state, WORDS)
+    assert jax.tree.structure(grads) == jax.tree.structure(state)
+    assert float(jnp.abs(grads["kernel"][...]).max()) > 0
+
+
+class Counting(nnx.Module):
+    """With attributes of every kind, and a jitted method."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(16, 16, rngs=rngs)
+        self.mode, self.calls, self.history = "a", 0, ("start",)
+
+    def __call__(self, x):
+        self.calls += 1
+        self.history = (*self.history, self.mode)
+        return self.layer(x)
+
+    def set_mode(self, mode):
+        self.mode = mode
+
+    def keep(self, x):
+        self.mode = self.layer(x)
+
+    @nnx.jit
+    def jitted(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_attributes_are_the_model_s(policy):
+    model = apply_policy(Counting(nnx.Rngs(0)), policy)
+    model(WORDS)
+    model.set_mode("b")
+    model(WORDS)
+    assert (model.model.calls, model.model.mode) == (model.calls, model.mode) == (2, "b")
+    assert model.history == ("start", "a", "b")
+    model.mode = "c"
+    assert model.model.mode == "c"
+    model.layer = nnx.Linear(16, 2, rngs=nnx.Rngs(1))
+    assert model(WORDS).shape[-1] == 2
+
+
+def test_an_array_for_an_attribute_is_no_variable():
+    model = apply_policy(Counting(nnx.Rngs(0)), "mixed_bfloat16")
+    with pytest.raises(ValueError, match="attribute 'mode' of its model to an array"):
+        model.keep(WORDS)
+
+
+@pytest.mark.parametrize("method", ["__call__", "jitted"])
+def test_jitted_methods_are_under_the_policy(method):
+    model = apply_policy(Counting(nnx.Rngs(0)), "p=f32,c=bf16,o=bf16")
+    assert getattr(model, method)(WORDS).dtype == jnp.bfloat16
+
+
 def test_variables_that_a_call_adds_are_refused():
     class Sowing(nnx.Module):
         def __call__(self, x):

@@ -40,6 +40,9 @@ from jmp_kit.autocast._jaxpr import subjaxprs as subjaxprs
 from jmp_kit.autocast._marks import is_backward as is_backward
 from jmp_kit.autocast._marks import names_in as names_in
 from jmp_kit.autocast._marks import stack_of as stack_of
+from jmp_kit.autocast._models import arrays_of as arrays_of
+from jmp_kit.autocast._models import changed as changed
+from jmp_kit.autocast._models import set_arrays as set_arrays
 from jmp_kit.autocast._paths import Paths as Paths
 from jmp_kit.autocast._paths import product_paths as product_paths
 from jmp_kit.autocast._paths import products_in as products_in

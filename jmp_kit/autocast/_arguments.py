@@ -1,21 +1,29 @@
 """A function's arguments and results: which are arrays, and what their paths are."""
 
 import contextlib
+import enum
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jmp_kit._tree import is_array
+
+_STATIC = (str, bytes, type, np.dtype, enum.Enum)  # which hold no array
 
 
 def flattened(
     fun: Callable[..., Any], args: Any, kwargs: Any
-) -> tuple[Callable[..., list[Any]], list[Any], Callable[[], Any]]:
-    """`fun` from arrays to arrays, its array arguments, and its result's structure once it ran."""
+) -> tuple[Callable[..., list[Any]], list[Any], Callable[[], Callable[[Any], Any]]]:
+    """`fun` from arrays to arrays, its array arguments, and, once it ran, what rebuilds its result.
+
+    What is no array is returned as it is: a module's activation functions, say, or a string.
+    """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     positions = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    given = set(map(id, leaves))
     structures = []
 
     def flat(*arrays: Any) -> list[Any]:
@@ -23,18 +31,31 @@ def flattened(
         for i, array in zip(positions, arrays, strict=True):
             filled[i] = array
         args, kwargs = jax.tree.unflatten(treedef, filled)
-        outputs = fun(*args, **kwargs)
-        for path, x in jax.tree_util.tree_leaves_with_path(outputs):
-            if not (is_array(x) or isinstance(x, bool | int | float | complex)):
+        found, structure = jax.tree_util.tree_flatten_with_path(fun(*args, **kwargs))
+        fixed = {}
+        for i, (path, x) in enumerate(found):
+            if is_array(x) or isinstance(x, bool | int | float | complex):
+                continue
+            if id(x) not in given and not isinstance(x, _STATIC):
                 raise TypeError(
                     f"autocast returns arrays, but {jax.tree_util.keystr(path) or 'the result'} "
                     f"of the function is {x!r}. Return it by another way, or leave it out."
                 )
-        results, structure = jax.tree.flatten(outputs)
-        structures.append(structure)
-        return results
+            fixed[i] = x
+        structures.append((structure, len(found), fixed))
+        return [x for i, (_, x) in enumerate(found) if i not in fixed]
 
-    return flat, [leaves[i] for i in positions], structures.pop
+    def structure() -> Callable[[Any], Any]:
+        structure, count, fixed = structures.pop()
+
+        def rebuilt(results: Any) -> Any:
+            others = iter(results)
+            outputs = [fixed[i] if i in fixed else next(others) for i in range(count)]
+            return jax.tree.unflatten(structure, outputs)
+
+        return rebuilt
+
+    return flat, [leaves[i] for i in positions], structure
 
 
 def on_arrays(
@@ -60,17 +81,21 @@ def eval_shape(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def paths_of_arrays(fun: Callable[..., Any], args: Any, kwargs: Any) -> list[str]:
     """The path of each array argument, from its argument's name: "params/lm_head/kernel"."""
-    names: list[str] = []
-    with contextlib.suppress(ValueError):  # some functions written in C have no signature
-        for parameter in inspect.signature(fun).parameters.values():
-            several = parameter.kind is parameter.VAR_POSITIONAL
-            rest = range(len(args) - len(names)) if several else ()
-            names += [f"{parameter.name}/{i}" for i in rest] or [parameter.name]
-    names += map(str, range(len(names), len(args)))
-    named = [*zip(names, args, strict=False), *sorted(kwargs.items())]
+    named = [*zip(names_of(fun, args), args, strict=False), *sorted(kwargs.items())]
     leaves = [
         ("/".join(filter(None, (name, jax.tree_util.keystr(path, simple=True, separator="/")))), x)
         for name, argument in named
         for path, x in jax.tree_util.tree_leaves_with_path(argument)
     ]
     return [path for path, x in leaves if is_array(x)]
+
+
+def names_of(fun: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    """What the positional arguments are called, at least as many; numbers where nobody knows."""
+    names: list[str] = []
+    with contextlib.suppress(ValueError):  # some functions written in C have no signature
+        for parameter in inspect.signature(fun).parameters.values():
+            several = parameter.kind is parameter.VAR_POSITIONAL
+            rest = range(len(args) - len(names)) if several else ()
+            names += [f"{parameter.name}/{i}" for i in rest] or [parameter.name]
+    return names + list(map(str, range(len(names), len(args))))

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,16 +11,20 @@ import numpy as np
 from jax.extend.core import Jaxpr, Primitive, Var, primitives
 from jax.typing import DTypeLike
 
-from jmp_kit._policy import Policy, as_policy
+from jmp_kit._policy import Policy, policy_to_compute
 from jmp_kit._tree import is_array
 from jmp_kit.autocast._arguments import eval_shape, flattened, paths_of_arrays
+from jmp_kit.autocast._differentiated import differentiated_first, has_bound_rules
 from jmp_kit.autocast._evaluate import Evaluation
 from jmp_kit.autocast._evaluator import Known, Stored
 from jmp_kit.autocast._flow import Flow
 from jmp_kit.autocast._full_precision import full_precision
 from jmp_kit.autocast._jaxpr import cast, is_float32, opened, primitive_names
+from jmp_kit.autocast._misused import NO_CONTEXT, check_function, policy_alone
+from jmp_kit.autocast._models import holds_models, on_models
 from jmp_kit.autocast._rules import Rules
 from jmp_kit.autocast._state import STATE, States
+from jmp_kit.autocast._warned import warn_of
 
 # The primitives that are products, by name, for JAX does not export all of them.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -88,16 +92,17 @@ def autocast(
       (dtype('float32'), dtype('float32'))
     """
     if policy is None:
-        policy = as_policy(fun)
-        return functools.partial(
-            autocast, policy=policy, rules=rules, products=products, recompute=recompute
+        return _Decorator(
+            functools.partial(
+                autocast,
+                policy=policy_alone(fun),
+                rules=rules,
+                products=products,
+                recompute=recompute,
+            )
         )
-    if not callable(fun):
-        raise TypeError(
-            f"autocast wraps a function, but got {fun!r}. Write autocast(loss_fn, "
-            '"mixed_bfloat16"), or @autocast("mixed_bfloat16") above the function.'
-        )
-    policy = as_policy(policy)
+    check_function(fun)
+    policy = policy_to_compute(policy)
     plan = _Plan(fun, policy, _compiled(rules or {}), Flow(_names(products)), recompute)
 
     @functools.wraps(fun)
@@ -105,6 +110,22 @@ def autocast(
         return plan.evaluated(args, kwargs, notes=None)
 
     return autocast_fun
+
+
+class _Decorator:
+    """`autocast` that waits for its function."""
+
+    def __init__(self, wrap: Callable[..., Any]) -> None:
+        self.wrap = wrap
+
+    def __call__(self, fun: Any) -> Callable[..., Any]:
+        return self.wrap(fun)
+
+    def __enter__(self) -> None:
+        raise TypeError(NO_CONTEXT)
+
+    def __exit__(self, *_: object) -> None:
+        """Never reached."""
 
 
 def stored_values(
@@ -115,7 +136,7 @@ def stored_values(
     **kwargs: Any,
 ) -> list[Stored]:
     """What `autocast(fun, policy, rules=rules)` stores of these arguments, in which dtype, why."""
-    plan = _Plan(fun, as_policy(policy), _compiled(rules or {}), Flow(PRODUCTS), True)
+    plan = _Plan(fun, policy_to_compute(policy), _compiled(rules or {}), Flow(PRODUCTS), True)
     notes: dict[Var, Stored] = {}
     eval_shape(lambda *args, **kwargs: plan.evaluated(args, kwargs, notes), *args, **kwargs)
     return list(notes.values())
@@ -130,36 +151,88 @@ class _Plan(NamedTuple):
     flow: Flow
     recompute: bool
 
-    def evaluated(self, args: Any, kwargs: Any, notes: dict[Var, Stored] | None) -> Any:
-        """The function's results."""
-        fun, policy, dtypes, flow, recompute = self
-        halves = [d for d in (policy.compute_dtype, *dtypes.values()) if jnp.finfo(d).bits == 16]
-        if not halves:
+    @property
+    def halves(self) -> list[np.dtype]:
+        """What is computed in and has 16 bits, the policy's first."""
+        dtypes = self.policy.compute_dtype, *self.dtypes.values()
+        return [dtype for dtype in dtypes if jnp.finfo(dtype).bits == 16]
+
+    def evaluated(
+        self,
+        args: Any,
+        kwargs: Any,
+        notes: dict[Var, Stored] | None,
+        paths_of: Callable[[], list[str]] | None = None,
+    ) -> Any:
+        """The function's results; `paths_of` gives its arrays' paths, if they are not its own."""
+        fun, policy, dtypes = self.fun, self.policy, self.dtypes
+        if holds_models((args, kwargs)):
+            internal = policy.with_output_dtype(jnp.float32)
+
+            def run(function: Callable[..., Any], paths: list[str], *values: Any) -> Any:
+                inner = self._replace(fun=function, policy=internal)
+                return inner.evaluated(values, {}, notes, lambda: paths)
+
+            outputs = on_models(fun, run, args, kwargs)
+            return jax.tree.map(lambda x: _leaving(x, policy) if is_array(x) else x, outputs)
+        if not self.halves:
             with full_precision():  # within another autocast, the innermost policy wins
                 outputs = fun(*args, **kwargs)
             return jax.tree.map(lambda x: _leaving(x, policy) if is_array(x) else x, outputs)
-        if jnp.float16 in halves and jax.default_backend() == "tpu":
+        if jnp.float16 in self.halves and jax.default_backend() == "tpu":
             raise ValueError(_NO_FLOAT16)
         flat, arrays, structure = flattened(fun, args, kwargs)
-        jaxpr, consts = opened(jax.make_jaxpr(flat)(*arrays))
-        _require_primitives(flow.products, jaxpr)
-        half = halves[0]
-        if dtypes:
-            paths = paths_of_arrays(fun, args, kwargs)
-            jaxpr = Rules(dtypes, policy.compute_dtype, half, flow).marked(jaxpr, paths)
+        paths_of = paths_of or functools.partial(paths_of_arrays, fun, args, kwargs)
+        paths = paths_of() if dtypes else []
+        program = self._program(flat, arrays, paths)
+        rebuilt = structure()
+        warn_of(program[0], self.flow, self.halves, arrays, paths_of)
+
+        def results(*values: Any) -> list[Any]:
+            return self._results(program, values, 0, notes)
+
+        def pulled_back(function: Any, values: Any, cotangents: Any) -> list[Any]:
+            given = [*values, *cotangents]
+            internal = self._replace(policy=policy.with_output_dtype(jnp.float32))
+            gradient = internal._program(function, given, [*paths, *("" for _ in cotangents)])
+            return internal._results(gradient, given, len(cotangents), None)
+
+        if has_bound_rules(program[0]):
+            return rebuilt(differentiated_first(flat, arrays, results, pulled_back))
+        return rebuilt(results(*arrays))
+
+    def _program(
+        self, function: Callable[..., list[Any]], arrays: Any, paths: list[str]
+    ) -> tuple[Jaxpr, list[Any]]:
+        jaxpr, consts = opened(jax.make_jaxpr(function)(*arrays))
+        _require_primitives(self.flow.products, jaxpr)
+        if self.dtypes:
+            rules = Rules(self.dtypes, self.policy.compute_dtype, self.halves[0], self.flow)
+            jaxpr = rules.marked(jaxpr, paths)
+        return jaxpr, consts
+
+    def _results(
+        self,
+        program: tuple[Jaxpr, list[Any]],
+        values: Sequence[Any],
+        cotangents: int,
+        notes: dict[Var, Stored] | None,
+    ) -> list[Any]:
+        """Of these values, the last of which are cotangents: made of products, and no state."""
+        jaxpr, consts = program
+        made = [i >= len(values) - cotangents for i in range(len(values))]
         known = Known(
-            depends=[False] * len(arrays),
-            origins=[STATE] * len(arrays),
+            depends=made,
+            origins=[0 if flag else STATE for flag in made],
             reaches=[False] * len(jaxpr.outvars),
             whole=[True] * len(jaxpr.outvars),
         )
-        evaluation = Evaluation(half, flow, recompute, States(flow), notes)
-        results = evaluation.run(jaxpr, consts, arrays, known)
-        outputs = [
-            cast(x, policy.output_dtype) if is_float32(atom) else x
+        evaluation = Evaluation(self.halves[0], self.flow, self.recompute, States(self.flow), notes)
+        results = evaluation.run(jaxpr, consts, values, known)
+        return [
+            cast(x, self.policy.output_dtype) if is_float32(atom) else x
             for x, atom in zip(results, jaxpr.outvars, strict=True)
         ]
-        return jax.tree.unflatten(structure(), outputs)
 
 
 def _leaving(x: Any, policy: Policy) -> Any:
@@ -175,7 +248,7 @@ def _compiled(rules: Mapping[str, Any]) -> dict[re.Pattern[str], np.dtype]:
     compiled = {}
     for pattern, policy in rules.items():
         try:
-            compiled[re.compile(pattern)] = as_policy(policy).compute_dtype
+            compiled[re.compile(pattern)] = policy_to_compute(policy).compute_dtype
         except (re.error, TypeError) as error:
             raise ValueError(
                 f"The rule {pattern!r} is no regular expression ({error}), so no path can be "

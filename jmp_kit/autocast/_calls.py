@@ -56,6 +56,30 @@ def _shard_map(site: Site) -> Sequence[Any]:
     )(*site.operands)
 
 
+def _opened(site: Site) -> Sequence[Any]:
+    """What it is made of: who has a composite as one has it in the dtypes it was traced with."""
+    [body] = bodies_of(site.eqn)
+    return site.inside(body)(*site.operands)
+
+
+def _custom_vmap(site: Site) -> Sequence[Any]:
+    """A call of a function with a rule of its own for `jax.vmap`, which runs as it was traced."""
+    [body] = bodies_of(site.eqn)
+    function = site.inside(body)
+    call = jax.custom_batching.custom_vmap(function)
+    dtypes, tree = [atom.aval.dtype for atom in site.eqn.invars], site.eqn.params["in_tree"]
+    expected = [x.dtype for x in jax.eval_shape(function, *site.operands)]
+
+    @call.def_vmap
+    def rule(size: int, batched: Sequence[bool], *args: Any) -> tuple[list[Any], list[bool]]:
+        given = (jax.tree.unflatten(tree, x) for x in (batched, settled(args, dtypes)))
+        which, values = map(list, given)
+        results, batched = site.eqn.params["rule"](size, which, *values)
+        return settled(jax.tree.leaves(results), expected), jax.tree.leaves(batched)
+
+    return call(*site.operands)
+
+
 def _cond(site: Site) -> Sequence[Any]:
     index, *operands = site.operands
     branches = [site.inside(body) for body in bodies_of(site.eqn)]
@@ -156,6 +180,9 @@ CALLS: dict[str, Callable[[Site], Sequence[Any]]] = {
     "shard_map": _shard_map,
     "custom_jvp_call": custom_jvp,
     "custom_vjp_call": custom_vjp,
+    "composite": _opened,
+    "eval_jaxpr": _opened,
+    "custom_vmap_call": _custom_vmap,
     "cond": _cond,
     "scan": _scan,
     "while": _while,

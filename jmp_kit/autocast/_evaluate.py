@@ -18,6 +18,7 @@ from jmp_kit.autocast._inline import inlined
 from jmp_kit.autocast._jaxpr import (
     cast,
     cut_out,
+    is_complex,
     is_float32,
     is_small,
     is_var,
@@ -27,12 +28,15 @@ from jmp_kit.autocast._jaxpr import (
     uses_of,
     widen,
 )
-from jmp_kit.autocast._marks import is_backward, marked_dtype, scope_of, stack_of
+from jmp_kit.autocast._marks import is_backward, marked, marked_dtype, scope_of, stack_of
 from jmp_kit.autocast._parts import acts, is_barrier, parts_of, split_at
 from jmp_kit.autocast._repeat import repeating
 from jmp_kit.autocast._scans import repeating_scans
 from jmp_kit.autocast._state import STATE, Origins, States
 from jmp_kit.autocast._worth import costly, is_costly, is_kept, is_linear, reduced, spread, summed
+
+# What solves to the precision that it was asked for, which half has not.
+_SOLVERS = ("custom_linear_solve",)
 
 
 class Program(NamedTuple):
@@ -139,6 +143,8 @@ class Evaluation:
         if "preferred_element_type" in params and is_float32(eqn.outvars[0]):
             params["preferred_element_type"] = half
         halved = eqn.replace(invars=invars, outvars=outvars, params=params)
+        if marked_dtype(eqn) is None:  # for an autocast around this one
+            halved = marked(halved, half)
         function, _ = cut_out(jaxpr, [halved], outvars)
         return function(*(cast(x, v.aval.dtype) for x, v in zip(operands, invars, strict=True)))
 
@@ -148,8 +154,9 @@ class Evaluation:
 
     def _call(self, program: Program, eqn: JaxprEqn, env: dict[Var, Any]) -> Sequence[Any]:
         if not bodies_of(eqn):
-            where = " in ".join(filter(None, (eqn.primitive.name, scope_of(eqn))))
-            warnings.warn(_UNKNOWN.format(where=where), stacklevel=2)
+            if eqn.primitive.name not in _SOLVERS:
+                where = " in ".join(filter(None, (eqn.primitive.name, scope_of(eqn))))
+                warnings.warn(_UNKNOWN.format(where=where), stacklevel=2)
             return self._as_traced(program.jaxpr, eqn, env)
         operands = [env[a] if is_var(a) else a.val for a in eqn.invars]
         known = Known(
@@ -206,7 +213,9 @@ class Evaluation:
             return [values[v] for v in outvars]
 
         repeated = products or program.reaching.intersection(outvars)
-        if self.recompute and repeated and not is_linear(segment) and not any(map(acts, moving)):
+        # JAX's checkpoint cannot keep what is complex, the result of an FFT say.
+        once = any(acts(e) or any(map(is_complex, e.outvars)) for e in moving)
+        if self.recompute and repeated and not is_linear(segment) and not once:
             part = jax.checkpoint(part, policy=self._is_kept)
         # What only products take is kept in half, but for arguments: they are there anyway.
         unmarked = [a for e in products if not marked_dtype(e) for a in e.invars]

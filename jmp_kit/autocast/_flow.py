@@ -30,8 +30,10 @@ def bodies_of(eqn: JaxprEqn) -> list[Body]:
     n_in, n_out = len(eqn.invars), len(eqn.outvars)
     if name in ("jit", "pjit", "remat2", "checkpoint", "shard_map"):
         return [Body(*opened(params["jaxpr"]), range(n_in), range(n_out))]
-    if name in ("custom_jvp_call", "custom_vjp_call"):
+    if name in ("custom_jvp_call", "custom_vjp_call", "composite", "eval_jaxpr"):
         return [Body(*opened(params["call_jaxpr"]), range(n_in), range(n_out))]
+    if name == "custom_vmap_call":
+        return [Body(*opened(params["call"]), range(n_in), range(n_out))]
     if name == "cond":
         return [
             Body(*opened(branch), range(1, n_in), range(n_out)) for branch in params["branches"]

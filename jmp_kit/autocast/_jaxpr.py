@@ -6,9 +6,11 @@ Up to 0.11 a scan says `num_consts` and `num_carry`; from 0.12 it has trees, `ft
 
 import collections
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,8 +29,15 @@ def is_var(atom: Atom) -> bool:
 
 
 def is_float32(atom: Atom) -> bool:
-    """Whether its values were float32 when the program was traced."""
-    return getattr(atom.aval, "dtype", None) == jnp.float32
+    """Whether it is an array whose values were float32 when the program was traced."""
+    aval = atom.aval  # that of a reference has a dtype, too
+    return isinstance(aval, jax.core.ShapedArray) and bool(aval.dtype == jnp.float32)
+
+
+def is_complex(atom: Atom) -> bool:
+    """Whether its values are complex numbers."""
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
@@ -36,9 +45,56 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def size_of(atom: Atom) -> int:
-    """How many values it has."""
-    return math.prod(shape_of(atom))
+def size_of(atom: Atom) -> Any:
+    """How many values it has, to be compared with others."""
+    size = math.prod(shape_of(atom))
+    return size if isinstance(size, int) else _SymbolicSize(size)
+
+
+class _SymbolicSize:
+    """A size that is known when an exported program runs. What may hold of it, holds.
+
+    So what may be small, and what may be an update, is not rounded.
+    """
+
+    def __init__(self, size: Any) -> None:
+        self.size = size
+
+    def _compared(self, compare: Callable[[Any, Any], bool], other: Any) -> bool:
+        try:
+            return compare(self.size, _plain(other))
+        except jax.errors.InconclusiveDimensionOperation:
+            return True
+
+    def __lt__(self, other: Any) -> bool:
+        return self._compared(operator.lt, other)
+
+    def __le__(self, other: Any) -> bool:
+        return self._compared(operator.le, other)
+
+    def __gt__(self, other: Any) -> bool:
+        return self._compared(operator.gt, other)
+
+    def __ge__(self, other: Any) -> bool:
+        return self._compared(operator.ge, other)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self.size == _plain(other))
+
+    def __hash__(self) -> int:
+        return hash(self.size)
+
+    def __add__(self, other: Any) -> "_SymbolicSize":
+        return _SymbolicSize(self.size + _plain(other))
+
+    def __mul__(self, other: Any) -> "_SymbolicSize":
+        return _SymbolicSize(self.size * _plain(other))
+
+    __radd__ = __add__
+
+
+def _plain(size: Any) -> Any:
+    return size.size if isinstance(size, _SymbolicSize) else size
 
 
 def is_small(atom: Atom, eqns: Sequence[JaxprEqn]) -> bool:

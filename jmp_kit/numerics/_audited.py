@@ -66,7 +66,7 @@ class Audit:
     level: str  # "traced", "lowered", "compiled"
     backend: str  # "cpu", "gpu"
     products: tuple[Product, ...]
-    opaque: tuple[str, ...]  # what holds products and cannot be looked into, with its line
+    opaque: tuple[str, ...]  # what holds products and runs as traced, with its line
     converts: tuple[Convert, ...] = ()  # of a compiled program; before, nobody knows what fuses
     transfers: tuple[Transfer, ...] = ()  # of a lowered or compiled program
 
@@ -114,7 +114,7 @@ class Audit:
         total = sum(p.flops for p in self.products)
         head = (
             f"{len(self.products)} products, {count(total)}FLOP, {percent(self.half_fraction)} of "
-            f"it half ({self.level}, {self.backend})"
+            f"it half{self._shares()} ({self.level}, {self.backend})"
         )
         lines = [head, _products_table(self.products), *self._opaque_lines()]
         if self.converts:
@@ -126,6 +126,17 @@ class Audit:
             lines += [f"{len(self.transfers)} exchanges between devices, of {sent}B:"]
             lines += [_transfers_table(self.transfers)]
         return "\n".join(lines)
+
+    def _shares(self) -> str:
+        """Of each dtype, where there are several: what has one half, and what the other."""
+        flops: dict[str, int] = collections.defaultdict(int)
+        for p in self.products:
+            flops[max(p.lhs_dtype, p.rhs_dtype, key=lambda d: jnp.dtype(d).itemsize)] += p.flops
+        total = sum(flops.values())
+        if len(flops) < 2 or not total:
+            return ""
+        shares = sorted(flops.items(), key=lambda item: -item[1])
+        return ": " + ", ".join(f"{percent(n / total)} {dtype}" for dtype, n in shares)
 
     def _opaque_lines(self) -> list[str]:
         what = "not looked into" if self.level == "compiled" else "run as traced"

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jmp_kit.autocast import (
     products_in,
     pruned,
     stack_of,
+    subjaxprs,
     traced,
 )
 from jmp_kit.numerics._audited import Audit, Product
@@ -37,15 +38,31 @@ def audit_traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Audit:
         path, backward = _path(stack, paths), is_backward(stack)
         if kind not in PRODUCTS:
             opaque.append(f"{kind} {source} {path}".rstrip())
+            rounds = math.prod(getattr(eqn.params.get("grid_mapping"), "grid", ()))
+            times *= rounds if isinstance(rounds, int) else 1
+            products += [_product(e, source, path, backward, times) for e in _within(eqn)]
             continue
         # A weight's gradient takes no weight: it is called as the forward product of its line.
         if backward and not names_in(stack) and len(forward[source]) == 1:
             [path] = forward[source]
-        out, flops = eqn.outvars[0].aval, times * _flops(eqn)
-        shape, (lhs, rhs) = tuple(out.shape), (str(atom.aval.dtype) for atom in eqn.invars[:2])
-        dtypes = lhs, rhs, str(out.dtype)
-        products.append(Product(source, path, kind, shape, *dtypes, flops, backward, times))
+        products.append(_product(eqn, source, path, backward, times))
     return Audit("traced", jax.default_backend(), tuple(products), tuple(opaque))
+
+
+def _within(eqn: Any) -> Iterator[Any]:
+    """The products that a call holds, however deep."""
+    for jaxpr in subjaxprs(eqn):
+        for inner in jaxpr.eqns:
+            if inner.primitive.name in PRODUCTS:
+                yield inner
+            yield from _within(inner)
+
+
+def _product(eqn: Any, source: str, path: str, backward: bool, times: int) -> Product:
+    out, kind, flops = eqn.outvars[0].aval, eqn.primitive.name, times * _flops(eqn)
+    lhs, rhs = (str(atom.aval.dtype) for atom in eqn.invars[:2])
+    shape, dtype = tuple(out.shape), str(out.dtype)
+    return Product(source, path, kind, shape, lhs, rhs, dtype, flops, backward, times)
 
 
 def _path(stack: str, paths: Iterable[str]) -> str:

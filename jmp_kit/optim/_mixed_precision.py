@@ -188,6 +188,10 @@ def mixed_precision(
             f"mixed_precision wraps an optimizer, but got {inner!r}. "
             "Write mixed_precision(optax.adamw(3e-4), DynamicLossScale())."
         )
+    if isinstance(loss_scale, type):
+        raise TypeError(
+            f"The loss scale is the class {loss_scale.__name__}: write {loss_scale.__name__}()."
+        )
     if not hasattr(loss_scale, "adjust"):
         raise TypeError(
             f"The loss scale is {loss_scale!r}, which cannot adjust itself. Write "

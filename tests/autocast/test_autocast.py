@@ -3,9 +3,11 @@
 import re
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.experimental import pallas
@@ -131,8 +133,10 @@ def test_dtypes_that_leave():
 def test_float64_and_integers_are_not_touched():
     with jax.enable_x64(True):
         w = jnp.eye(3, dtype=jnp.float64)
-        assert products_of(autocast(lambda x: x @ x, jnp.bfloat16), w) == [{w.dtype}]
-        assert autocast(lambda x: x @ x, jnp.bfloat16)(w).dtype == jnp.float64
+        with pytest.warns(UserWarning, match="1 of 1 products are in float64.*arguments are: x"):
+            assert products_of(autocast(lambda x: x @ x, jnp.bfloat16), w) == [{w.dtype}]
+        with pytest.warns(UserWarning, match="float64"):
+            assert autocast(lambda x: x @ x, jnp.bfloat16)(w).dtype == jnp.float64
     n = jnp.arange(9).reshape(3, 3)
     np.testing.assert_array_equal(autocast(lambda n: n @ n, jnp.float16)(n), n @ n)
 
@@ -480,9 +484,9 @@ def test_an_error_inside_has_its_own_traceback():
             "'matmul', which is no primitive.* It uses .*dot_general.*tanh",
         ),
         (
-            lambda: autocast(lambda x: {"y": x, "name": "layer"}, "half")(X),
+            lambda: autocast(lambda x: {"y": x, "name": object()}, "half")(X),
             TypeError,
-            r"returns arrays, but \['name'\] of the function is 'layer'",
+            r"returns arrays, but \['name'\] of the function is <object object",
         ),
     ],
 )
@@ -525,3 +529,26 @@ def test_tracing_takes_work_in_proportion():
 
     twenty, two_hundred = calls(20), calls(200)
     assert 20 < twenty < two_hundred < 12 * twenty
+
+
+def test_equinox_s_train_step_in_one_line(standard_promotion):
+    """Its model has functions for leaves, which come in and go out."""
+    optimizer = optax.adam(1e-2)
+
+    def step(model, state, x):
+        loss, grads = eqx.filter_value_and_grad(lambda m: mean_square(jax.vmap(m)(x)))(model)
+        updates, state = optimizer.update(grads, state, model)
+        return eqx.apply_updates(model, updates), state, loss, "step"
+
+    half = autocast(step, "mixed_bfloat16")
+    model = eqx.nn.MLP(16, 16, 8, 2, key=jax.random.key(0))
+    state = optimizer.init(eqx.filter(model, eqx.is_array))
+    losses = []
+    for take in (half, eqx.filter_jit(half)):
+        for _ in range(3):
+            model, state, loss, name = take(model, state, X)
+            losses.append(float(loss))
+    assert name == "step"
+    assert model.activation is jax.nn.relu or callable(model.activation)
+    assert losses == sorted(losses, reverse=True)
+    assert model.layers[0].weight.dtype == jnp.float32

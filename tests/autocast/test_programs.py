@@ -5,9 +5,11 @@ import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
+from jax import export, lax
+from jax.experimental import pallas
 
 from jmp_kit import autocast, full_precision
+from tests.autocast.test_zoo import products_of
 from tests.compiling import POLICIES
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -33,12 +35,50 @@ def streaming_softmax(w, x):
     return mean / total[:, None]
 
 
+def fourier_operator(w, x):
+    """One layer of an FNO: complex values between two products."""
+    modes = jnp.fft.rfft(x @ w, axis=0) * jnp.arange(1.0, 5.0)[:, None]
+    return jnp.tanh(jnp.fft.irfft(modes, n=6, axis=0)) @ w
+
+
+def through_a_reference(w, x):
+    box = jax.new_ref(jnp.zeros((6, 6)))
+    box[...] = jnp.tanh(x @ w)
+    box[0, :] += 1.0
+    return jax.freeze(box) @ w
+
+
+@jax.custom_batching.custom_vmap
+def with_a_rule_for_vmap(x, w):
+    return jnp.tanh(x @ w)
+
+
+@with_a_rule_for_vmap.def_vmap
+def _(size, batched, x, w):
+    """Of another shape, to be seen."""
+    x = x if batched[0] else jnp.broadcast_to(x, (size, *x.shape))
+    w = w if batched[1] else jnp.broadcast_to(w, (size, *w.shape))
+    return jnp.tanh(jnp.einsum("nij,njk->nik", x, w)), True
+
+
 def scan(body, start, n):
     return lax.scan(lambda c, i: (body(c, i), None), start, jnp.arange(n))[0]
 
 
 PROGRAMS = {
     "fft": lambda w, x: jnp.abs(jnp.fft.fft(x @ w)),
+    "fourier_operator": fourier_operator,
+    "reference": through_a_reference,
+    "custom_vmap": lambda w, x: with_a_rule_for_vmap(x, w) @ w,
+    "composite": lambda w, x: lax.composite(lambda a, b: a @ b, "mine.dot")(x, w) @ w,
+    "root": lambda w, x: lax.custom_root(
+        lambda y: y + 0.1 * jnp.tanh(y @ w) - x,
+        x,
+        lambda f, start: lax.fori_loop(0, 20, lambda _, y: y - f(y), start),
+        lambda g, y: jnp.linalg.solve(
+            jax.jacobian(lambda v: g(v).ravel())(y).reshape(36, 36), y.ravel()
+        ).reshape(6, 6),
+    ),
     "complex": lambda w, x: jnp.abs((x @ w).astype(jnp.complex64) @ (w + 1j)),
     "solve": lambda w, x: jnp.linalg.solve(positive(w), x @ w),
     "inverse": lambda w, x: jnp.linalg.inv(positive(w)) @ x,
@@ -108,10 +148,11 @@ PROGRAMS = {
     "named": lambda w, x: jax.ad_checkpoint.checkpoint_name(jnp.tanh(x @ w), "h") @ w,
 }
 
-NOT_REVERSIBLE = {"while"}
+# By JAX itself; a reference only where JAX takes the derivative of the loss.
+NOT_REVERSIBLE = {"while", "custom_vmap", "composite"}
 
 
-@pytest.mark.filterwarnings("ignore:autocast does not know how custom_linear_solve")
+@pytest.mark.filterwarnings("ignore:Gradients are computed in float16")
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_runs_and_is_right(name, policy):
@@ -131,10 +172,66 @@ def test_it_runs_and_is_right(name, policy):
 
 
 def test_what_it_does_not_know_is_not_passed_over_in_silence():
+    def kernel(x, w, out):
+        out[...] = jnp.dot(x[...], w[...])
+
     def fun(w, x):
         with jax.named_scope("solver"):
-            return PROGRAMS["linear_solve"](w, x)
+            shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
+            return pallas.pallas_call(kernel, out_shape=shape, interpret=True)(x, w)
 
-    with pytest.warns(UserWarning, match="custom_linear_solve in solver calls what is inside it"):
+    with pytest.warns(UserWarning, match="pallas_call in solver calls what is inside it"):
         autocast(fun, "mixed_bfloat16")(W, X)
     autocast(full_precision(fun), "mixed_bfloat16")(W, X)  # warnings are errors here
+
+
+def test_what_solves_is_left_in_float32_by_intent():
+    """Warnings are errors here."""
+    solved = autocast(PROGRAMS["linear_solve"], "mixed_bfloat16")(W, X)
+    np.testing.assert_allclose(solved, PROGRAMS["linear_solve"](W, X), rtol=1e-2)
+
+
+def test_a_rule_for_vmap_is_taken():
+    half = autocast(lambda x, w: with_a_rule_for_vmap(jnp.tanh(x @ w), w) @ w, "mixed_bfloat16")
+    many = jnp.stack([X, 2 * X, -X])
+    for axes in ((0, None), (None, 0), (0, 0)):
+        args = [many if axis == 0 else a for axis, a in zip(axes, (X, W), strict=True)]
+        batched = jax.vmap(half, axes)
+        assert "32[3,6,6]" in str(jax.make_jaxpr(batched)(*args))
+        one_by_one = [
+            half(*(a[i] if axis == 0 else a for axis, a in zip(axes, args, strict=True)))
+            for i in range(3)
+        ]
+        np.testing.assert_allclose(batched(*args), jnp.stack(one_by_one), atol=0.05)
+
+
+def test_products_of_composites_and_of_functions_with_a_rule_for_vmap_are_half():
+    for name in ("custom_vmap", "composite"):
+        products = products_of(autocast(PROGRAMS[name], "mixed_bfloat16"), W, X)
+        assert products == [{jnp.dtype(jnp.bfloat16)}] * 2
+
+
+@pytest.mark.parametrize("fun", [*"fgh"])
+@pytest.mark.parametrize("axes", ["b", "b, 6", "2*b + 1"])
+def test_programs_of_any_batch_size_are_exported(fun, axes):
+    """Sizes that nobody knows yet: what may be small, and may be state, is not rounded."""
+
+    def f(p, x):
+        return jax.nn.gelu(jax.nn.standardize(x @ p["w"])) @ p["v"]
+
+    def g(p, x):
+        return jax.grad(lambda p: jnp.mean(f(p, x) ** 2))(p)["w"]
+
+    def h(p, x):
+        def step(y, _):
+            return y + 0.1 * jnp.tanh(y @ p["w"]), y.sum(-1)
+
+        y, sums = lax.scan(step, x, None, length=3)
+        return (jnp.tanh(p["w"] @ p["w"]).sum() + sums.T @ sums) * y.mean()
+
+    program = autocast({"f": f, "g": g, "h": h}[fun], "mixed_bfloat16")
+    p, x = {"w": W, "v": W[:, :4]}, jnp.concatenate([X, X[:1]])
+    shape = export.symbolic_shape(axes if "," in axes else f"{axes}, 6")
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    exported = export.export(jax.jit(program))(p, like)
+    np.testing.assert_allclose(exported.call(p, x), program(p, x), rtol=0.05, atol=0.02)

@@ -28,6 +28,9 @@ from tests.autocast.test_zoo import distance
 from tests.autocast.zoo import SQUARE, mean_square
 from tests.compiling import quick_or_slow
 
+# What is compared is rounding: no gradient is small.
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients are computed in float16")
+
 LOSSES = {
     "as it is": loss_through(block),
     "behind a jit": jax.jit(loss_through(block)),

@@ -17,7 +17,10 @@ from tests.autocast.states import LOSSES, PROGRAMS, K, Q, V, normal, streaming_s
 from tests.autocast.test_by_hand import COMPILES_AS_TRACED
 from tests.compiling import quick_or_slow
 
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # for optax's sake
+pytestmark = [
+    pytest.mark.usefixtures("standard_promotion"),  # for optax's sake
+    pytest.mark.filterwarnings("ignore:Gradients are computed in float16"),
+]
 
 
 # XLA's CPU compiler in JAX 0.10 leaves out roundings of the program by hand.

@@ -9,6 +9,8 @@ from jmp_kit import numerics
 PARAMS = {"up": jnp.ones((8, 32)), "down": jnp.ones((32, 8)), "head": jnp.ones((8, 4))}
 X = jnp.ones((16, 8))
 
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients are computed in float16")
+
 
 def loss_fn(params, x):
     with jax.named_scope("stem"):
