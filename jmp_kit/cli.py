@@ -2,8 +2,10 @@
 
 import argparse
 import importlib
+import importlib.util
 import json
 import math
+import os
 import pathlib
 import re
 import sys
@@ -14,6 +16,7 @@ from typing import Any
 import jax
 
 from jmp_kit import checkpoint, numerics
+from jmp_kit._version import __version__
 
 _OK, _FAILED, _CANNOT = 0, 1, 2
 
@@ -40,6 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         found, code = options.command(options)
+    except SystemExit as end:  # the user's module ends here, before there is anything to look at
+        sys.stderr.write(
+            f"jmp-kit {options.name}: the program called sys.exit({end.code}), and nothing was "
+            'done: put what runs behind if __name__ == "__main__":\n'
+        )
+        return _CANNOT
     except Exception as error:
         # A user's own program may raise anything: where it was not us, its traceback tells.
         *_, innermost = traceback.extract_tb(error.__traceback__)
@@ -49,7 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         return _CANNOT
     data = _finite(found.to_dict() if found else {"found": None})
-    sys.stdout.write(f"{json.dumps(data) if options.json else found or 'all is finite'}\n")
+    try:
+        sys.stdout.write(f"{json.dumps(data) if options.json else found or 'all is finite'}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        sys.stderr.write(f"jmp-kit {options.name}: the output could not be written: {error}\n")
+        # Or Python would try once more when it ends, and exit with a code of its own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CANNOT
     return int(code)
 
 
@@ -73,8 +89,9 @@ def _compare(options: argparse.Namespace) -> tuple[Any, int]:
     program = _program(options.program)
     found = numerics.compare(*program, policies=options.policies, steps=options.steps)
     _save(options, numerics.plot_comparison, found)
-    # Not finite is not within.
-    too_far = [row for row in found.rows if not row.gradient_error <= options.max_error]
+    # Not finite is within no limit; where there is none, the table says so.
+    limited = options.max_error is not None
+    too_far = [row for row in found.rows if limited and not row.gradient_error <= options.max_error]
     for row in too_far:
         sys.stderr.write(
             f"jmp-kit compare: the gradient in {row.policy} is off by {row.gradient_error:.1e}, "
@@ -97,6 +114,11 @@ def _histogram(options: argparse.Namespace) -> tuple[Any, int]:
     chosen = {path: leaf for path, leaf in leaves.items() if options.only.search(path)}
     if leaves and not chosen:
         raise ValueError(f"--only matches none of the paths {', '.join(leaves)}")
+    if options.only.pattern:
+        sys.stderr.write(
+            f"jmp-kit histogram: {options.only.pattern!r} matches {len(chosen)} of {len(leaves)} "
+            f"arrays, in {', '.join(sorted({path.split('/')[0] for path in chosen}))}\n"
+        )
     found = numerics.ranges(chosen, options.dtype, options.loss_scale)
     histogram = numerics.exponent_histogram(chosen)
     _save(options, numerics.plot_exponents, histogram, options.dtype, options.loss_scale)
@@ -108,20 +130,7 @@ def _program(name: str) -> tuple[Any, ...]:
     module, colon, function = name.rpartition(":")
     if not (module and colon and function):
         raise ValueError(f"the program is {name!r}: write module:function, or file.py:function")
-    if module.endswith(".py"):
-        path = pathlib.Path(module)
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}")
-        sys.path.insert(0, str(path.resolve().parent))
-        module = path.stem
-    else:
-        sys.path.insert(0, "")  # as `python -m` does
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name and f"{module}.".startswith(f"{error.name}."):
-            raise ValueError(f"there is no module {error.name!r} here or installed") from error
-        raise
+    found = _file(pathlib.Path(module)) if module.endswith(".py") else _module(module)
     make = getattr(found, function, None)
     if not callable(make):
         names = ", ".join(n for n, x in vars(found).items() if callable(x) and n[0] != "_")
@@ -135,9 +144,33 @@ def _program(name: str) -> tuple[Any, ...]:
     return made
 
 
+def _file(path: pathlib.Path) -> Any:
+    """The module that a file is, whatever else has its name."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location("__program__", path.resolve())
+    assert spec is not None
+    assert spec.loader is not None  # there is one of .py files
+    found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def _module(name: str) -> Any:
+    sys.path.insert(0, "")  # as `python -m` does
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(f"there is no module {error.name!r} here or installed") from error
+        raise
+
+
 def _save(options: argparse.Namespace, plot: Any, *args: Any) -> None:
     if options.plot:
         plot(*args).savefig(options.plot)
+        sys.stderr.write(f"jmp-kit {options.name}: saved {options.plot}\n")
 
 
 def _finite(data: Any) -> Any:
@@ -156,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"jmp-kit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(run: Any, what: str, about: str, returns: str = "") -> argparse.ArgumentParser:
@@ -218,7 +252,6 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--max-error",
         type=_positive,
-        default=math.inf,
         metavar="E",
         help="exit with 1 if a gradient is off by more: |g - g32| / |g32|",
     )
@@ -241,7 +274,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     histogram.add_argument("--step", type=int, help="(the latest)")
     histogram.add_argument(
-        "--only", type=_regex, default="", metavar="REGEX", help="paths to look at (all)"
+        "--only",
+        type=_regex,
+        default="",
+        metavar="REGEX",
+        help="paths to look at, ^params say (all)",
     )
     histogram.add_argument("--dtype", default="float16", help="what would be cast to (float16)")
     histogram.add_argument(
@@ -261,8 +298,8 @@ def _regex(text: str) -> re.Pattern[str]:
 
 def _positive(text: str) -> float:
     number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not positive and finite")
     return number
 
 

@@ -1,6 +1,7 @@
 """The command line, as a script and as a reader meet it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import matplotlib.image
 import orbax.checkpoint as ocp
 import pytest
 
+import jmp_kit
 from jmp_kit import cli
 
 PROGRAMS = """
@@ -63,6 +65,7 @@ def test_audit(folder, capsys):
     assert run(capsys, "audit programs_of_cli:half --assert-half")[0] == 0
     code, output, error = run(capsys, "audit programs_of_cli:loss --assert-half --plot a.png")
     assert code == 1
+    assert "jmp-kit audit: saved a.png" in error
     assert "1 of 1 products do not take half operands" in error
     assert "1 products" in output
     assert run(capsys, "audit programs_of_cli:loss --except params/w")[0] == 0
@@ -118,6 +121,8 @@ def test_histogram(folder, capsys):
     code, output, _ = run(capsys, "histogram run --step 3 --only /w$ --dtype bfloat16 --json")
     [row] = json.loads(output)["rows"]
     assert (row["path"], row["lowest"], row["highest"]) == ("params/w", -30, 19)
+    code, _, error = run(capsys, "histogram run --only ^params")
+    assert "'^params' matches 2 of 3 arrays, in params" in error
     code, output, error = run(capsys, "histogram run --only kernel")
     assert (code, output) == (2, "")
     assert "--only matches none of the paths params/b, params/w, step" in error
@@ -155,7 +160,9 @@ def test_a_module_that_lacks_another_one_says_so(folder, capsys):
     ("command", "words"),
     [
         ("", "required: COMMAND"),
-        ("doctor --seconds -1", "-1 is not positive"),
+        ("doctor --seconds -1", "-1 is not positive and finite"),
+        ("doctor --seconds inf", "inf is not positive and finite"),
+        ("doctor --seconds nan", "nan is not positive and finite"),
         ("histogram run --only *", "'*' is no regular expression"),
         ("audit p:f --level optimised", "invalid choice: 'optimised'"),
         ("compare p:f --steps many", "invalid int value"),
@@ -185,3 +192,59 @@ def test_it_is_installed():
     )
     assert done.returncode == 0
     assert "COMMAND" in done.stdout
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"jmp-kit {jmp_kit.__version__}\n"
+
+
+@pytest.mark.parametrize("code", ["0", "1", "", "'done'"])
+def test_a_program_that_exits_was_not_audited(folder, capsys, code):
+    (folder / "exits.py").write_text(f"import sys\ndef step(): pass\nsys.exit({code})\n")
+    for name in ("exits:step", "exits.py:step"):
+        found, output, error = run(capsys, f"audit {name} --assert-half")
+        assert (found, output) == (2, "")
+        assert "called sys.exit(" in error
+
+
+@pytest.mark.parametrize("name", ["statistics", "train.v2", "has space"])
+def test_a_file_is_itself_whatever_its_name(folder, name):
+    (folder / f"{name}.py").write_text(PROGRAMS)
+    done = subprocess.run(
+        [sys.executable, "-m", "jmp_kit.cli", "audit", f"./{name}.py:half"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert "2 products" in done.stdout, done.stderr
+    assert f"{name}.py:5" in done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_output_that_is_lost_is_no_answer(folder):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "jmp_kit.cli", "audit", "programs_of_cli.py:half"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert done.returncode == 2
+    assert "jmp-kit audit: the output could not be written: [Errno 28]" in done.stderr
+
+
+def test_a_gradient_that_overflows_is_told(folder, capsys):
+    (folder / "large.py").write_text(
+        "import jax.numpy as jnp\n"
+        "def loss():\n"
+        "    return lambda w, x: jnp.sum((x @ w) ** 2), 300 * jnp.eye(4), 300 * jnp.ones((2, 4))\n"
+    )
+    command = "compare large.py:loss --steps 1 --policies float16"
+    code, output, _ = run(capsys, command)
+    assert code == 0
+    assert "the gradient in float16 is not finite: locate_nonfinite says where" in output
+    assert run(capsys, f"{command} --max-error 1000")[0] == 1

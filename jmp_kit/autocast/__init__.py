@@ -38,6 +38,7 @@ from jmp_kit.autocast._jaxpr import pruned as pruned
 from jmp_kit.autocast._jaxpr import scan_counts as scan_counts
 from jmp_kit.autocast._jaxpr import subjaxprs as subjaxprs
 from jmp_kit.autocast._marks import is_backward as is_backward
+from jmp_kit.autocast._marks import marked_dtype as marked_dtype
 from jmp_kit.autocast._marks import names_in as names_in
 from jmp_kit.autocast._marks import stack_of as stack_of
 from jmp_kit.autocast._models import arrays_of as arrays_of

@@ -1,6 +1,8 @@
 """Will half precision be faster for me, and is it accurate? Asked of a user's own function."""
 
+import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,9 +14,9 @@ import numpy as np
 
 from jmp_kit._grad import value_and_grad
 from jmp_kit._loss_scale import LossScale, NoOpLossScale, StaticLossScale
-from jmp_kit._policy import Policy, as_policy
-from jmp_kit._tree import path_names
-from jmp_kit.autocast import autocast
+from jmp_kit._policy import Policy, policy_to_compute
+from jmp_kit._tree import is_array, path_names
+from jmp_kit.autocast import autocast, eval_shape, marked_dtype, products_in, traced
 from jmp_kit.numerics._exponents import recommend_loss_scale
 from jmp_kit.numerics._progress import line
 from jmp_kit.numerics._tables import table
@@ -61,7 +63,13 @@ class Comparison:
             )
             for row in self.rows
         ]
-        return f"on {self.device}\n{table([head, *cells])}"
+        lost = [row.policy for row in self.rows if not math.isfinite(row.gradient_error)]
+        notes = [
+            f"the gradient in {policy} is not finite: locate_nonfinite says where, of the loss "
+            "under autocast"
+            for policy in lost
+        ]
+        return "\n".join([f"on {self.device}", table([head, *cells]), *notes])
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
@@ -85,7 +93,7 @@ def compare(
 
     Args:
       loss_fn: (params, *batch) -> a scalar; written in float32.
-      params, batch: what it is called with.
+      params, batch: what it is called with. What is no array (a flag) is constant.
       policies: what `autocast` takes.
       steps: how often each is timed.
       on_progress: told what is being done; by default a line on a terminal's standard error.
@@ -94,7 +102,9 @@ def compare(
       A `Comparison`, which prints as a table.
 
     Raises:
-      ValueError: if `steps` is not positive, or a policy cannot be read.
+      ValueError: if `steps` is not positive, a policy cannot be read, the loss is under `autocast`
+        already, there are no parameters, or the gradient is not finite in float32.
+      TypeError: if `loss_fn` gives something else than a scalar.
 
     Example:
       >>> import jax.numpy as jnp, jmp_kit
@@ -108,31 +118,35 @@ def compare(
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}, but a median needs at least 1.")
-    read = {str(policy): as_policy(policy) for policy in policies}
+    read = {str(policy): policy_to_compute(policy) for policy in policies}
     tell = on_progress or line
+    _check_loss(loss_fn, params, batch)
+    loss_of, variables, rest = _on_arrays(loss_fn, params, batch)
     tell("compiling float32, highest")
     with jax.default_matmul_precision("highest"):
-        programs = {HIGHEST: _compiled(loss_fn, "float32", NoOpLossScale(), params, batch)}
-    loss, grads = programs[HIGHEST](params, *batch)
+        programs = {HIGHEST: _compiled(loss_of, "float32", NoOpLossScale(), variables, rest)}
+    loss, grads = programs[HIGHEST](variables, rest)
+    _check_finite(loss, grads)
     scales: dict[str, LossScale] = {HIGHEST: NoOpLossScale()}
     for name, policy in read.items():
         tell(f"compiling {name}")
         scales[name] = NoOpLossScale()
         if policy.compute_dtype == jnp.float16:
-            scales[name] = StaticLossScale(recommend_loss_scale(grads, jnp.float16))
-        programs[name] = _compiled(loss_fn, policy, scales[name], params, batch)
+            with contextlib.suppress(ValueError):  # it has none: the row shows what comes of it
+                scales[name] = StaticLossScale(recommend_loss_scale(grads, jnp.float16))
+        programs[name] = _compiled(loss_of, policy, scales[name], variables, rest)
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for i in range(steps + 1):  # the first warms up
         tell(f"timing, {i} of {steps}")
         for name, program in programs.items():
             start = time.perf_counter()
-            jax.block_until_ready(program(params, *batch))
+            jax.block_until_ready(program(variables, rest))
             seconds[name].append(time.perf_counter() - start)
     rows = []
     for name, program in programs.items():
         memory = program.memory_analysis()
         needed = memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        found_loss, found = program(params, *batch)
+        found_loss, found = program(variables, rest)
         error, worst, leaf, cosine = _errors(found, grads)
         rows.append(
             Compared(
@@ -163,22 +177,77 @@ def mebibytes(number: float | None) -> str:
 
 
 def _compiled(
-    loss_fn: Callable[..., Any], policy: Any, loss_scale: LossScale, params: Any, batch: Any
+    loss_of: Callable[..., Any], policy: Any, loss_scale: LossScale, variables: Any, rest: Any
 ) -> Any:
-    run = value_and_grad(autocast(loss_fn, policy), loss_scale)
-    return jax.jit(run).lower(params, *batch).compile()
+    run = value_and_grad(autocast(loss_of, policy), loss_scale)
+    return jax.jit(run).lower(variables, rest).compile()
 
 
-def _errors(found: Any, grads: Any) -> tuple[float, float, str, float]:
+def _on_arrays(
+    loss_fn: Callable[..., Any], params: Any, batch: Any
+) -> tuple[Callable[..., Any], dict[str, Any], dict[int, Any]]:
+    """The loss of its parameters by path and of other arrays; what is no array stays."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path((params, batch))
+    names = {
+        i: "/".join(path_names(path[1:]))
+        for i, (path, x) in enumerate(leaves)
+        if path[0].idx == 0 and is_array(x, jnp.inexact)
+    }
+    rest = {i: x for i, (_, x) in enumerate(leaves) if i not in names and is_array(x)}
+    if not names:
+        raise ValueError(
+            f"The parameters, a {type(params).__name__}, hold no floating-point array, so there "
+            "is no gradient to compare: write compare(loss_fn, params, *batch)."
+        )
+
+    def loss_of(variables: dict[str, Any], rest: dict[int, Any]) -> Any:
+        filled = {**rest, **{i: variables[name] for i, name in names.items()}}
+        values = [filled.get(i, x) for i, (_, x) in enumerate(leaves)]
+        params, batch = jax.tree.unflatten(treedef, values)
+        return loss_fn(params, *batch)
+
+    return loss_of, {name: leaves[i][1] for i, name in names.items()}, rest
+
+
+def _check_loss(loss_fn: Callable[..., Any], params: Any, batch: Any) -> None:
+    jaxpr, paths = traced(loss_fn, params, *batch)
+    found = eval_shape(loss_fn, params, *batch)
+    shape = getattr(found, "shape", () if isinstance(found, int | float) else None)
+    if shape != ():
+        what = f"{found.dtype}{list(shape)}" if shape else f"a {type(found).__name__}"
+        raise TypeError(
+            f"compare takes a loss, (params, *batch) -> a scalar, but this function gives {what}. "
+            "Pass the loss function itself and not a train step; of a loss with something beside "
+            "it, lambda params, *batch: loss_fn(params, *batch)[0]."
+        )
+    for product in products_in(jaxpr, paths):
+        dtype = marked_dtype(product.eqn)
+        if dtype is not None and dtype.itemsize == 2:
+            raise ValueError(
+                f"The loss is under autocast already: it multiplies in {dtype}, whatever the "
+                "policy, so that all rows would be the same. Pass the function as it is written, "
+                "in float32; under jit, its __wrapped__."
+            )
+
+
+def _check_finite(loss: Any, grads: dict[str, Any]) -> None:
+    bad = [name for name, grad in grads.items() if not np.isfinite(np.asarray(grad)).all()]
+    if bad or not np.isfinite(float(loss)):
+        where = f"the gradient of {', '.join(bad[:4])}" if bad else "the loss"
+        raise ValueError(
+            f"In float32 {where} is not finite, so there is nothing to compare with: "
+            "numerics.locate_nonfinite(jax.grad(loss_fn), params, *batch) says where it comes from."
+        )
+
+
+def _errors(found: dict[str, Any], grads: dict[str, Any]) -> tuple[float, float, str, float]:
     """Of a gradient: relative, of the worst leaf and which that is, and the cosine."""
     leaves = {
-        "/".join(path_names(path)): (np.asarray(a, np.float64), np.asarray(b, np.float64))
-        for (path, a), b in zip(
-            jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(grads), strict=True
-        )
+        name: (np.asarray(found[name], np.float64), np.asarray(grad, np.float64))
+        for name, grad in grads.items()
     }
     each = {name: _distance([a], [b]) for name, (a, b) in leaves.items()}
-    worst = max(each, key=lambda name: each[name])
+    worst = max(each, key=lambda name: math.inf if math.isnan(each[name]) else each[name])
     all_a, all_b = ([pair[i] for pair in leaves.values()] for i in (0, 1))
     inner = sum(float(np.vdot(a, b)) for a, b in leaves.values())
     cosine = inner / max(_norm(all_a) * _norm(all_b), 1e-300)

@@ -1,6 +1,7 @@
 """What this machine computes in half, how fast, and the policy to start with."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,7 +83,7 @@ def doctor(seconds: float = 0.5, on_progress: Callable[[str], None] | None = Non
       A `Diagnosis`, which prints as a report.
 
     Raises:
-      ValueError: if `seconds` is not positive.
+      ValueError: if `seconds` is not positive and finite.
 
     Example:
       >>> import jmp_kit
@@ -92,8 +93,8 @@ def doctor(seconds: float = 0.5, on_progress: Callable[[str], None] | None = Non
       >>> found.policy in ("float32", "mixed_bfloat16", "mixed_float16")
       True
     """
-    if not seconds > 0:
-        raise ValueError(f"seconds is {seconds}, but measuring takes some: write 0.5.")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"seconds is {seconds}, but measuring takes some, and ends: write 0.5.")
     tell = on_progress or line
     size = 256
     while size < _LARGEST and _best_time(_compiled("float32", size)[0], 0) < 0.02:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,7 +38,11 @@ class ExponentHistogram:
     nonfinite: jax.Array  # []
 
     def __getitem__(self, exponent: int) -> int:
+        if not LOWEST <= exponent <= HIGHEST:
+            return 0
         return int(self.counts[exponent - LOWEST])
+
+    __iter__ = None  # which would begin at 0, and never end
 
     def __add__(self, other: "ExponentHistogram") -> "ExponentHistogram":
         return jax.tree.map(jnp.add, self, other)
@@ -73,7 +78,7 @@ def exponent_histogram(tree: Any) -> Any:
       >>> found["w"][1], found["w"][-27], found["step"]
       (1, 1, None)
     """
-    return jax.tree.map(lambda x: _histogram(jnp.asarray(x)) if _is_floating(x) else None, tree)
+    return jax.tree.map(lambda x: _exactly(_histogram, x) if _is_floating(x) else None, tree)
 
 
 def underflow(tree: Any, dtype: DTypeLike, loss_scale: Any = 1.0) -> jax.Array:
@@ -102,11 +107,13 @@ def underflow(tree: Any, dtype: DTypeLike, loss_scale: Any = 1.0) -> jax.Array:
     """
     dtype = floating(dtype)
     scale = jnp.asarray(getattr(loss_scale, "loss_scale", loss_scale), jnp.float32)
-    arrays = _arrays(tree)
-    flushed = sum(
-        (_flushed(x, dtype, scale).sum(dtype=jnp.float32) for x in arrays), jnp.float32(0)
-    )
-    nonzero = sum((_magnitude(x)[0].sum(dtype=jnp.float32) for x in arrays), jnp.float32(0))
+
+    def counts(x: jax.Array) -> jax.Array:
+        found = _flushed(x, dtype, scale), _magnitude(x)[0]
+        return jnp.stack([flags.sum(dtype=jnp.float32) for flags in found])
+
+    each = (_exactly(counts, x) for x in _arrays(tree))
+    flushed, nonzero = sum(each, jnp.zeros(2, jnp.float32))
     return flushed / jnp.maximum(nonzero, 1)
 
 
@@ -126,7 +133,8 @@ def recommend_loss_scale(tree: Any, dtype: DTypeLike) -> float:
       A float, for `StaticLossScale`, or for `DynamicLossScale` to start with; 1 if all are zero.
 
     Raises:
-      ValueError: if a value is infinite or NaN, or `dtype` is no floating-point dtype.
+      ValueError: if a value is infinite or NaN, larger than any in `dtype`, or so small that no
+        scale saves any, or `dtype` is no floating-point dtype.
 
     Example:
       >>> import jax.numpy as jnp, jmp_kit
@@ -136,21 +144,31 @@ def recommend_loss_scale(tree: Any, dtype: DTypeLike) -> float:
     """
     dtype = floating(dtype)
     arrays = _arrays(tree)
-    bad = sum(int((~jnp.isfinite(x)).sum()) for x in arrays)
+    bad = sum(int(_exactly(lambda x: (~jnp.isfinite(x)).sum(), x)) for x in arrays)
     if bad:
         raise ValueError(
             f"{bad} values are infinite or NaN, so no scale fits them. Take gradients of a step "
             "that did not overflow: with a smaller scale, or in float32."
         )
-    largest = max((float(jnp.max(jnp.abs(x), initial=0)) for x in arrays), default=0.0)
+    largest = max(map(_largest, arrays), default=0.0)
     if largest == 0:
         return 1.0
     # float32's own range bounds the scale, which is a float32.
     fits = min(_exponent_of_quotient(float(jnp.finfo(dtype).max), largest), HIGHEST)
+    if fits < 0:
+        raise ValueError(
+            f"The largest value is {largest:.3g}, more than {dtype} ends at, so that no loss scale "
+            f"of at least 1 helps: compute in bfloat16, or divide: StaticLossScale(2.0**{fits})."
+        )
     for room in (3, 2, 1):
         scale = 2.0 ** (fits - room)
-        if float(underflow(arrays, dtype, scale)) < 0.001:
+        if scale >= 1 and float(underflow(arrays, dtype, scale)) < 0.001:
             return scale
+    if float(underflow(arrays, dtype, 2.0**fits)) == 1:
+        raise ValueError(
+            f"The largest value is {largest:.3g}, zero in {dtype} under any scale that is a "
+            "float32: make the loss larger."
+        )
     return 2.0**fits
 
 
@@ -164,8 +182,28 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, float) or is_array(x, jnp.floating)
 
 
-def _arrays(tree: Any) -> list[jax.Array]:
-    return [jnp.asarray(x) for x in jax.tree.leaves(tree) if _is_floating(x)]
+def _arrays(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if _is_floating(x)]
+
+
+def _exactly(function: Callable[[jax.Array], Any], x: Any) -> Any:
+    """`function(x)`, and of NumPy's float64 all digits, whether JAX has them or not."""
+    if isinstance(x, jax.Array) or np.asarray(x).dtype != np.float64:
+        return function(jnp.asarray(x))
+    with jax.ensure_compile_time_eval(), jax.enable_x64(True):
+        return function(jnp.asarray(x))
+
+
+def _largest(x: Any) -> float:
+    """Of the magnitudes; found by bits, for arithmetic takes subnormal numbers for zero."""
+    dtype = np.asarray(x).dtype
+    whole = jnp.dtype(f"uint{8 * dtype.itemsize}")
+
+    def largest(x: jax.Array) -> jax.Array:
+        bits = lax.bitcast_convert_type(x, whole) & whole.type(2 ** (8 * dtype.itemsize - 1) - 1)
+        return jnp.max(bits, initial=0)
+
+    return float(np.asarray(_exactly(largest, x), whole).view(dtype))
 
 
 def floating(dtype: DTypeLike) -> np.dtype:

@@ -2,15 +2,16 @@
 
 import collections
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmp_kit.numerics._audited import Audit
 from jmp_kit.numerics._compare import Comparison, mebibytes
-from jmp_kit.numerics._exponents import LOWEST
+from jmp_kit.numerics._exponents import LOWEST, ExponentHistogram, exponent_histogram
 from jmp_kit.numerics._tables import percent, shortened
 from jmp_kit.numerics._watch import total_histogram
 
@@ -26,7 +27,8 @@ def plot_exponents(tree: Any, dtype: Any = jnp.float16, loss_scale: float = 1.0)
     logarithmic axis.
 
     Args:
-      tree: what `exponent_histogram` or `watched` gives: of true gradients.
+      tree: what `exponent_histogram` or `watched` gives, or the values themselves: of true
+        gradients.
       dtype: the dtype whose limits are shown.
       loss_scale: by what the values would be multiplied.
 
@@ -34,6 +36,7 @@ def plot_exponents(tree: Any, dtype: Any = jnp.float16, loss_scale: float = 1.0)
       A matplotlib Figure; `figure.savefig("gradients.png")`.
 
     Raises:
+      ValueError: if there is no histogram in the tree, and no floating-point array.
       ImportError: if matplotlib is not installed.
 
     Example:
@@ -44,7 +47,7 @@ def plot_exponents(tree: Any, dtype: Any = jnp.float16, loss_scale: float = 1.0)
       >>> figure.axes[0].get_xlabel()
       'exponent e of a value, 2^e <= |x| < 2^(e+1)'
     """
-    histogram, info = total_histogram(tree), jnp.finfo(dtype)
+    histogram, info = total_histogram(_histograms(tree)), jnp.finfo(dtype)
     shift = math.log2(loss_scale)
     counts = np.asarray(histogram.counts, np.float64)
     share = 100 * counts / max(counts.sum() + float(histogram.zeros), 1)
@@ -91,12 +94,29 @@ def plot_exponents(tree: Any, dtype: Any = jnp.float16, loss_scale: float = 1.0)
     return figure
 
 
-def plot_loss_scale(loss_scales: Sequence[float], skipped: Sequence[int] = ()) -> Any:
+def _histograms(tree: Any) -> Any:
+    def is_one(node: Any) -> bool:
+        return isinstance(node, ExponentHistogram)
+
+    if any(map(is_one, jax.tree.leaves(tree, is_leaf=is_one))):
+        return tree
+    found = exponent_histogram(tree)
+    if not jax.tree.leaves(found):
+        raise ValueError(
+            f"There is no histogram in this {type(tree).__name__}, and no floating-point array to "
+            "make one of: pass gradients, or what exponent_histogram gives."
+        )
+    return found
+
+
+def plot_loss_scale(
+    loss_scales: Sequence[float] | Sequence[Mapping[str, Any]], skipped: Sequence[int] = ()
+) -> Any:
     """The loss scale over a run, skipped steps marked.
 
     Args:
-      loss_scales: of each step, as `metrics` tells it.
-      skipped: the steps that did not apply.
+      loss_scales: of each step what `metrics` gives, or its "loss_scale" alone.
+      skipped: the steps that did not apply, where they are not told by `metrics`.
 
     Returns:
       A matplotlib Figure.
@@ -110,9 +130,12 @@ def plot_loss_scale(loss_scales: Sequence[float], skipped: Sequence[int] = ()) -
       >>> figure.axes[0].get_xlabel()
       'step'
     """
+    told = [step for step in loss_scales if isinstance(step, Mapping)]
+    scales = [float(s["loss_scale"] if isinstance(s, Mapping) else s) for s in loss_scales]
+    skipped = [*skipped, *(i for i, step in enumerate(told) if not step["finite"])]
     figure, axes = _axes(9, 3.5)
-    axes.step(range(len(loss_scales)), loss_scales, color=_BLUE, where="post")
-    heights = [loss_scales[step] for step in skipped]
+    axes.step(range(len(scales)), scales, color=_BLUE, where="post")
+    heights = [scales[step] for step in skipped]
     label = f"{len(heights)} skipped steps"
     axes.plot(list(skipped), heights, "x", color=_RED, label=label)
     axes.set_yscale("log", base=2)

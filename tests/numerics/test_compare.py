@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jmp_kit
+from jmp_kit import autocast
 from jmp_kit.numerics import compare
 
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -81,9 +82,57 @@ def test_a_gradient_of_zeros_has_no_error():
     assert [row.gradient_error for row in found.rows] == [0] * 4
 
 
+def test_what_is_no_array_is_constant():
+    def fun(params, x, train, name):
+        assert params["activation"] == "tanh"
+        return loss_fn(params["arrays"], x) if train and name == "a" else 0.0
+
+    params = {"arrays": PARAMS, "activation": "tanh", "count": jnp.int32(3)}
+    found = compare(fun, params, X, True, "a", steps=1)
+    plain = compare(loss_fn, PARAMS, X, steps=1)
+    for row, same in zip(found.rows, plain.rows, strict=True):
+        assert row.gradient_error == pytest.approx(same.gradient_error, abs=1e-9)
+    assert found.rows[-1].worst_leaf.startswith("arrays/")
+
+
+def test_a_scalar_of_parameters():
+    found = compare(lambda w, x: jnp.sum((x * w) @ x.T), jnp.float32(2), X, steps=1)
+    assert found.rows[1].gradient_error < 1e-3
+
+
 @pytest.mark.parametrize(
-    ("keywords", "words"), [({"steps": 0}, "steps is 0"), ({"policies": ["c=f17"]}, "f17")]
+    ("fun", "params", "keywords", "error", "words"),
+    [
+        (loss_fn, PARAMS, {"steps": 0}, ValueError, "steps is 0"),
+        (loss_fn, PARAMS, {"policies": ["c=f17"]}, ValueError, "f17"),
+        (autocast(loss_fn, "half"), PARAMS, {}, ValueError, "under autocast already.*in float16"),
+        (
+            jax.jit(autocast(loss_fn, "mixed_bfloat16")),
+            PARAMS,
+            {},
+            ValueError,
+            "multiplies in bfloat16, whatever the policy",
+        ),
+        (lambda p, x: jnp.sum(x), {}, {}, ValueError, "a dict, hold no floating-point array"),
+        (lambda p, x: jnp.sum(x), jnp.int32(3), {}, ValueError, "hold no floating-point array"),
+        (
+            lambda p, x: jnp.log(loss_fn(p, x) * 0 - 1),
+            PARAMS,
+            {},
+            ValueError,
+            "In float32 the loss is not finite.*locate_nonfinite",
+        ),
+        (
+            lambda p, x: jnp.sqrt(jnp.sum(0 * p["body"])) + loss_fn(p, x),
+            PARAMS,
+            {},
+            ValueError,
+            "In float32 the gradient of body is not finite",
+        ),
+        (lambda p, x: (p, loss_fn(p, x)), PARAMS, {}, TypeError, "gives a tuple. Pass the loss"),
+        (lambda p, x: x, PARAMS, {}, TypeError, r"gives float32\["),
+    ],
 )
-def test_bad_input_teaches(keywords, words):
-    with pytest.raises(ValueError, match=words):
-        compare(loss_fn, PARAMS, X, **keywords)
+def test_bad_input_teaches(fun, params, keywords, error, words):
+    with pytest.raises(error, match=words):
+        compare(fun, params, X, **keywords)

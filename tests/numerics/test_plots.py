@@ -4,8 +4,10 @@ import sys
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jmp_kit
 from jmp_kit import numerics
 from jmp_kit.numerics._compare import Compared, Comparison
 
@@ -29,7 +31,12 @@ def test_exponents_and_what_a_scale_saves(tmp_path):
     file = tmp_path / "exponents.png"
     figure.savefig(file)
     assert file.stat().st_size > 10_000
-    assert legend(numerics.plot_exponents(numerics.exponent_histogram({}))) == ["zeros: 0%"]
+    # Of the values themselves.
+    figure = numerics.plot_exponents(grads, jnp.float16, loss_scale=2.0**10)
+    assert legend(figure)[0] == "in range: 10%"
+    for nothing in ({}, {"step": 3}, None):
+        with pytest.raises(ValueError, match="no histogram in this .* pass gradients"):
+            numerics.plot_exponents(nothing)
 
 
 def test_the_loss_scale_and_its_skips():
@@ -71,3 +78,16 @@ def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"Plots need matplotlib.*jmp-kit\[plot\]"):
         numerics.plot_loss_scale([1.0])
+
+
+def test_a_loss_scale_as_metrics_tell_it():
+    optimizer = jmp_kit.mixed_precision(optax.sgd(0.1), jmp_kit.DynamicLossScale(2.0**4))
+    params = {"w": jnp.ones(2)}
+    state, told = optimizer.init(params), []
+    for value in (1.0, jnp.inf, 1.0):
+        _, state = optimizer.update({"w": jnp.full(2, value)}, state, params)
+        told.append(jmp_kit.metrics(state))
+    figure = numerics.plot_loss_scale(told)
+    scale, skipped = figure.axes[0].lines
+    assert list(scale.get_ydata()) == [16, 8, 8]
+    assert list(skipped.get_xdata()) == [1]
