@@ -222,6 +222,11 @@ def launch(processes: int, arguments: list[str]) -> int:
         subprocess.Popen([*command, "--coordinator", coordinator, "--process", str(i)])
         for i in range(processes)
     ]
+    # Or Python would end at once, and leave behind what it started.
+    before = {
+        number: signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        for number in (signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         while any(process.poll() is None for process in started):
             if any(process.poll() for process in started):
@@ -234,6 +239,8 @@ def launch(processes: int, arguments: list[str]) -> int:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
             process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -78,12 +78,14 @@ def restore(
 
     Source: https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpointing_pytrees.html
     """
-    (_, path), *others = _checkpoints(directory, step).items()
+    (found, path), *others = _checkpoints(directory, step).items()
     try:
         state = _read(path, like)
     except Exception as error:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise
+        if _is_replaced(directory, step, found):
+            return restore(directory, like, params=params, exact=exact, fall_back=fall_back)
         problem = f"The checkpoint {path} cannot be read: {_reason(error)}"
         if not fall_back or not others:
             raise ValueError(f"{problem} {_advice(others)}") from error
@@ -119,12 +121,14 @@ def read(directory: Any, step: int | None = None) -> Any:
       ...     checkpoint.read(directory)
       {'w': array([1., 1.], dtype=float32)}
     """
-    (_, path), *others = _checkpoints(directory, step).items()
+    (found, path), *others = _checkpoints(directory, step).items()
     try:
         return _read(path, {})
     except Exception as error:
         if isinstance(error, MemoryError):
             raise
+        if _is_replaced(directory, step, found):
+            return read(directory)
         before = f": pass step={others[0][0]} for the one before it" if others else ""
         raise ValueError(
             f"The checkpoint {path} cannot be read: {_reason(error)} It is damaged, or no "
@@ -159,6 +163,14 @@ def _checkpoints(directory: Any, step: int | None) -> dict[int | None, pathlib.P
             "manager.wait_until_finished()."
         )
     return {n: steps[n] for n in sorted(steps, reverse=True) if step is None or n <= step}
+
+
+def _is_replaced(directory: Any, step: int | None, found: int | None) -> bool:
+    """Whether a run that goes on has saved a later one since, and may have deleted what was found.
+
+    It does so while others read.
+    """
+    return step is None and found is not None and found not in (*_checkpoints(directory, None),)[:1]
 
 
 def _is_item(path: pathlib.Path) -> bool:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import at_least_float32
-from jmp_kit.autocast import Paths, autocast, eval_shape, product_paths
+from jmp_kit.autocast import Paths, autocast, autocast_method, eval_shape, product_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PolicyModule:
             return self.module.apply(wide, *args, mutable=mutable, **kwargs)
 
         policy = self.policy.with_output_dtype(jnp.float32)
-        result = autocast(run, policy, rules=dict(self.rules))(variables, *args, **kwargs)
+        result = autocast_method(run, policy, dict(self.rules))(variables, *args, **kwargs)
         if mutable is False:
             return self.policy.cast_to_output(result)
         outputs, mutated = result

@@ -27,7 +27,7 @@ from jmp_kit._grad import value_and_grad_by
 from jmp_kit._loss_scale import LossScale
 from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import all_finite, select_tree
-from jmp_kit.autocast import Paths, arrays_of, changed, product_paths, set_arrays
+from jmp_kit.autocast import Paths, arrays_of, autocast_method, changed, product_paths, set_arrays
 from jmp_kit.autocast import autocast as autocast_arrays
 
 Rules = Mapping[str, Policy | str | DTypeLike]
@@ -107,7 +107,7 @@ class PolicyModule(nnx.Module):
             return getattr(model, method)(*args, **kwargs)
 
         internal = settings.policy.with_output_dtype(jnp.float32)
-        cast = autocast(call, internal, rules=dict(settings.rules))
+        cast = autocast_method(call, internal, dict(settings.rules))
         return lambda *args, **kwargs: settings.policy.cast_to_output(
             cast(self.model, *args, **kwargs)
         )

@@ -346,3 +346,42 @@ def test_what_was_saved_can_be_read_without_the_program(two_steps, tmp_path):
     with pytest.raises(ValueError, match="pass step=2 for the one before it") as error:
         read(copy)
     assert "fall_back" not in str(error.value)  # which is restore's
+
+
+@pytest.mark.parametrize("number", [3, 0.5, True])
+def test_numbers_of_python_are_no_other_precision(number, tmp_path):
+    """Nothing is converted, so parameters may have any name."""
+    weights = {"w": jnp.ones(3)}
+    state = {"weights": weights, "opt_state": optax.adam(1e-3).init(weights), "number": number}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.StandardSave(state))
+    back = restore(tmp_path, state)
+    assert (back["number"], type(back["number"])) == (number, type(number))
+
+
+@pytest.mark.parametrize("take", [restore, lambda directory, like: read(directory)])
+def test_a_reader_beside_a_writer_that_deletes(two_steps, take, tmp_path, monkeypatch):
+    """What was the latest is gone by the time it is read, and there is a later one."""
+    folder = tmp_path / "run"
+    shutil.copytree(two_steps / "2", folder / "2")
+    handler = ocp.PyTreeCheckpointHandler
+    restored, turns = handler.restore, []
+
+    def overtaken(self, path, *args, **kwargs):
+        turns.append(path.parent.name)
+        if len(turns) == 1:
+            shutil.copytree(two_steps / "4", folder / "4")
+            shutil.rmtree(folder / "2")
+        return restored(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(handler, "restore", overtaken)
+    back = take(folder, trained(jnp.bfloat16, "remainder", 0))
+    assert (turns, int(back["step"])) == (["2", "4"], 4)
+
+
+def test_one_that_was_asked_for_and_is_gone_is_told(two_steps, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(two_steps, folder)
+    shutil.rmtree(folder / "2" / "default" / "d")
+    with pytest.raises(ValueError, match="cannot be read"):
+        restore(folder, trained(jnp.bfloat16, "remainder", 0), step=2)

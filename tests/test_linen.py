@@ -301,3 +301,26 @@ def test_a_float32_policy_is_the_module():
 def test_bad_input_teaches(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_a_method_need_not_use_what_a_rule_names():
+    class Encoder(nn.Module):
+        def setup(self):
+            self.body, self.head = nn.Dense(4), nn.Dense(2)
+
+        def __call__(self, x):
+            return self.head(self.body(x))
+
+        def encode(self, x):
+            return self.body(x)
+
+    x = jnp.ones((2, 4))
+    model = apply_policy(Encoder(), "mixed_bfloat16", {"head": "float32"})
+    variables = model.init(jax.random.key(0), x)
+    assert model.apply(variables, x, method="encode").shape == (2, 4)
+    found = jmp_kit.numerics.audit(model.apply, variables, x).products
+    assert [p.lhs_dtype for p in found] == ["bfloat16", "float32"]
+    typo = apply_policy(Encoder(), "mixed_bfloat16", {"haed": "float32"})
+    for method in ("encode", "__call__"):
+        with pytest.raises(ValueError, match="The rule 'haed' matches no product"):
+            typo.apply(variables, x, method=method)

@@ -447,3 +447,11 @@ def test_a_run_saved_by_its_nnx_state_goes_on_at_another_precision(tmp_path):
     assert float(train_step(half, half_optimizer)) == pytest.approx(
         float(train_step(model, optimizer)), rel=0.02
     )
+
+
+def test_a_method_need_not_use_what_a_rule_names():
+    model = apply_policy(Network(nnx.Rngs(0)), "mixed_bfloat16", {"head": "float32"})
+    typo = apply_policy(Network(nnx.Rngs(0)), "mixed_bfloat16", {"haed": "float32"})
+    model.features(WORDS)
+    with pytest.raises(ValueError, match="The rule 'haed' matches no product"):
+        typo.features(WORDS)

@@ -26,6 +26,7 @@ from jmp_kit.autocast._arguments import eval_shape as eval_shape
 from jmp_kit.autocast._arguments import on_arrays as on_arrays
 from jmp_kit.autocast._autocast import PRODUCTS as PRODUCTS
 from jmp_kit.autocast._autocast import autocast as autocast
+from jmp_kit.autocast._autocast import autocast_method as autocast_method
 from jmp_kit.autocast._autocast import stored_values as stored_values
 from jmp_kit.autocast._evaluator import Stored as Stored
 from jmp_kit.autocast._flow import Body as Body

@@ -53,14 +53,19 @@ def autocast(
     `fun` may be any JAX function: Flax, Equinox, Haiku or plain jnp; a loss, or for bfloat16 a
     whole train step with `jax.value_and_grad` and the optimizer inside. It composes with jit,
     grad, vmap, checkpoint and scan, on either side. Random bits are drawn as often as before,
-    effects keep their order, and casts that `fun` makes are kept. A call of a kind that is not
-    known here runs as it was traced, and a warning says so.
+    effects keep their order, and casts that `fun` makes are kept. Of nnx models and optimizers
+    among its arguments what `fun` changes is kept, and of an Equinox module what is no array goes
+    in and comes out as it is. Solvers (`jax.lax.custom_linear_solve`) are left in float32. A call
+    of a kind that is not known here runs as it was traced.
+
+    Warnings tell of that, of float64 arguments, beside which nothing is half, of a product that
+    asks for another half dtype than the policy's, and of float16 gradients without a loss scale.
 
     Args:
       fun: the function. Left out, `autocast(policy)` is a decorator.
-      policy: a `Policy`, its description ("mixed_bfloat16"), or a compute dtype, which means
-        float32 outputs. Products run in `compute_dtype`, float32 results leave in `output_dtype`;
-        results of other dtypes keep theirs. A float32 policy changes nothing.
+      policy: a `Policy`, its description ("mixed_bfloat16"), or a compute dtype or its name, which
+        means float32 outputs. Products run in `compute_dtype`, float32 results leave in
+        `output_dtype`; results of other dtypes keep theirs. A float32 policy changes nothing.
       rules: another compute dtype for some products, `{"lm_head": "float32"}`: regular expressions
         (`re.search`), of which the first match wins, over two kinds of path. One is that of a
         parameter that the product multiplies by, reshaped, cast, or computed with in any way but
@@ -78,7 +83,9 @@ def autocast(
       constant.
 
     Raises:
-      TypeError: if `fun` is not callable, or, when called, gives something that is no array.
+      TypeError: if `fun` is no function but a class, a Flax module, or nothing to call; when
+        called, if it gives something that is neither an array, nor among its arguments, nor a
+        constant such as a string.
       ValueError: if `policy`, `rules` or `products` cannot be read, or, when called, if a rule
         matches nothing.
 
@@ -128,6 +135,14 @@ class _Decorator:
         """Never reached."""
 
 
+def autocast_method(
+    fun: Callable[..., Any], policy: Policy, rules: Mapping[str, Policy | str | DTypeLike]
+) -> Callable[..., Any]:
+    """`autocast` of a method of a module; a rule may name what this method does not use."""
+    plan = _Plan(fun, policy, _compiled(rules), Flow(PRODUCTS), recompute=True, of_module=True)
+    return lambda *args, **kwargs: plan.evaluated(args, kwargs, notes=None)
+
+
 def stored_values(
     fun: Callable[..., Any],
     policy: Policy | str | DTypeLike,
@@ -150,6 +165,7 @@ class _Plan(NamedTuple):
     dtypes: Mapping[re.Pattern[str], np.dtype]
     flow: Flow
     recompute: bool
+    of_module: bool = False  # see Rules
 
     @property
     def halves(self) -> list[np.dtype]:
@@ -207,7 +223,10 @@ class _Plan(NamedTuple):
         jaxpr, consts = opened(jax.make_jaxpr(function)(*arrays))
         _require_primitives(self.flow.products, jaxpr)
         if self.dtypes:
-            rules = Rules(self.dtypes, self.policy.compute_dtype, self.halves[0], self.flow)
+            unmarked = self.halves[0]
+            rules = Rules(
+                self.dtypes, self.policy.compute_dtype, unmarked, self.flow, self.of_module
+            )
             jaxpr = rules.marked(jaxpr, paths)
         return jaxpr, consts
 

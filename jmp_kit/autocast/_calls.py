@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
@@ -130,11 +131,22 @@ def _while(site: Site) -> Sequence[Any]:
     )
     test = site._replace(known=known).inside(condition)
     step = site.inside(body)
-    return lax.while_loop(
-        lambda carry: test(*cond_consts, *carry)[0],
-        lambda carry: settled(step(*body_consts, *carry), dtypes),
-        settled(start, dtypes),
-    )
+
+    def goes_on(carry: list[Any]) -> Any:
+        return jnp.any(test(*cond_consts, *carry)[0])
+
+    def round_(carry: list[Any]) -> list[Any]:
+        new = settled(step(*body_consts, *carry), dtypes)
+        if not condition.jaxpr.outvars[0].aval.shape:
+            return new
+        # Of several loops in one, as vmap makes them, some have ended.
+        goes = test(*cond_consts, *carry)[0]
+        return [
+            jnp.where(goes.reshape(goes.shape + (1,) * (x.ndim - goes.ndim)), x, old)
+            for x, old in zip(new, carry, strict=True)
+        ]
+
+    return lax.while_loop(goes_on, round_, settled(start, dtypes))
 
 
 def _parted(operands: Sequence[Any], first: int, second: int) -> tuple[list[Any], ...]:

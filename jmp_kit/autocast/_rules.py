@@ -46,6 +46,7 @@ class Rules:
     otherwise: np.dtype
     unmarked: np.dtype  # what products without a mark compute in
     flow: Flow
+    of_module: bool = False  # of which only a part may be called: what is not may be named too
 
     def marked(self, jaxpr: Jaxpr, paths: Sequence[str]) -> Jaxpr:
         """The program with its products marked.
@@ -59,7 +60,8 @@ class Rules:
         program = self.seen(jaxpr, paths)
         seen = sorted(frozenset().union(*(product.paths for product in program.products)))
         for pattern in self.dtypes:
-            if not any(map(pattern.search, seen)):
+            named = (*seen, *paths) if self.of_module else seen
+            if not any(map(pattern.search, named)):
                 raise ValueError(
                     _MATCHED_NOTHING.format(pattern=pattern.pattern, seen=_lines(seen))
                 )

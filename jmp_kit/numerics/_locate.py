@@ -185,9 +185,11 @@ class _Search:
         i = 0
         while True:
             inner = site.within, (*site.loops, i)
-            if not self.run(condition, [*asked, *carry], *inner)[0].value:
+            goes_on = self.run(condition, [*asked, *carry], *inner)[0].value
+            if not goes_on.any():
                 return carry
-            carry = self.run(body, [*fixed, *carry], *inner)
+            new = self.run(body, [*fixed, *carry], *inner)
+            carry = [_where(goes_on, x, old) for x, old in zip(new, carry, strict=True)]
             i += 1
 
     def _scan(self, site: _Site) -> list[_Value]:
@@ -211,6 +213,19 @@ _CALLS: dict[str, Callable[..., list[_Value]]] = {
     "while": _Search._while,
     "scan": _Search._scan,
 }
+
+
+def _where(goes_on: Any, new: _Value, old: _Value) -> _Value:
+    """What a loop carries on; of several in one, as vmap makes them, some have ended."""
+    if not goes_on.shape:
+        return new
+    value = jnp.where(
+        goes_on.reshape(goes_on.shape + (1,) * (new.value.ndim - goes_on.ndim)),
+        new.value,
+        old.value,
+    )
+    cause = _first((old.cause, new.cause)) if kind_of(value) else None
+    return _Value(value, cause, new.paths | old.paths)
 
 
 def _row(x: _Value, i: int) -> _Value:

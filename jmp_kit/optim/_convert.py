@@ -73,7 +73,7 @@ def convert_precision(
     found, _ = _named(state)
     wanted, treedef = _named(like)
     _check_same_training(found, wanted)
-    if _form(found) == _form(wanted):
+    if _same_form(found, wanted):
         leaves = [_placed(name, found[name], leaf) for name, leaf in wanted.items()]
         return jax.tree.unflatten(treedef, leaves)
 
@@ -155,8 +155,13 @@ def _masters(leaves: dict[Path, Any], where: Path, paths: AbstractSet[Path]) -> 
     )
 
 
-def _form(leaves: dict[Path, Any]) -> dict[Path, Any]:
-    return {name: getattr(leaf, "dtype", None) for name, leaf in leaves.items()}
+def _same_form(found: dict[Path, Any], wanted: dict[Path, Any]) -> bool:
+    """Whether there is nothing to convert; a number has no dtype to keep."""
+    return found.keys() == wanted.keys() and all(
+        getattr(found[name], "dtype", None) == leaf.dtype
+        for name, leaf in wanted.items()
+        if hasattr(leaf, "dtype")
+    )
 
 
 def _parameter(param: Any, kept: Any, like: Any, like_kept: Any) -> tuple[Any, Any, bool]:

@@ -93,6 +93,11 @@ PROGRAMS = {
         lambda c: (jnp.tanh(c[0] @ w), c[1] + 1),
         (x, 0),
     )[0],
+    "vmapped_while": lambda w, x: jax.vmap(
+        lambda row: lax.while_loop(
+            lambda c: jnp.sum(c**2) < 40, lambda c: c + jnp.abs(jnp.tanh(c @ w)) + 0.5, row
+        )
+    )(x),
     "cond_in_scan": lambda w, x: scan(
         lambda c, i: lax.cond(i % 2 == 0, lambda c: jnp.tanh(c @ w), lambda c: c * 0.5, c), x, 4
     ),
@@ -149,7 +154,7 @@ PROGRAMS = {
 }
 
 # By JAX itself; a reference only where JAX takes the derivative of the loss.
-NOT_REVERSIBLE = {"while", "custom_vmap", "composite"}
+NOT_REVERSIBLE = {"while", "vmapped_while", "custom_vmap", "composite"}
 
 
 @pytest.mark.filterwarnings("ignore:Gradients are computed in float16")

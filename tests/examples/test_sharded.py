@@ -141,6 +141,24 @@ def test_the_launcher_ends_when_one_fails(capfd):
     assert capfd.readouterr().err.count("Unknown dtype 'bfloat17'") == 2
 
 
+def children_of(pid):
+    return pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="asks Linux for children")
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_a_launcher_that_is_ended_leaves_nobody_behind(ending):
+    launcher, patience = start("--processes", 2), time.monotonic() + 100
+    while len(started := children_of(launcher.pid)) < 2 and time.monotonic() < patience:
+        time.sleep(0.05)
+    assert len(started) == 2
+    launcher.send_signal(ending)
+    launcher.communicate(timeout=100)
+    assert launcher.returncode == 128 + ending
+    assert not [pid for pid in started if pathlib.Path(f"/proc/{pid}").exists()]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -272,6 +272,18 @@ def test_the_planted_line_is_named(name):
         assert f"in iteration {', '.join(map(str, found.iteration))}" in text
 
 
+@planted((jnp.array([1.0, 1e20, 1e38]),), "mul", "inf", iteration=(1,))
+def vmapped_while(x):
+    """Of three loops in one, the last ends at once and the second overflows first."""
+    return jax.vmap(
+        lambda x: lax.while_loop(
+            lambda c: c < 3e37,
+            lambda c: c * 1e10,  # bad
+            x,
+        )
+    )(x)
+
+
 def test_there_are_thirty():
     assert len(PLANTED) >= 30
 

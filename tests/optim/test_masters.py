@@ -361,6 +361,56 @@ def test_gradients_that_float32_cannot_hold_are_not_finite():
         assert not state.finite
 
 
+def test_remainders_round_exact_ties_the_other_way_and_nothing_else():
+    """So their forward pass reads another parameter there, and runs part."""
+    low = np.concatenate([np.arange(-5, 6) + (1 << 15), np.arange(0, 1 << 16, 257)])
+    bits_of = (np.arange(0x3F7E, 0x3F83)[:, None] << 16) + low
+    full = {"w": jnp.asarray(bits_of.astype(np.uint32).view(np.float32))}
+    masters = {
+        name: mixed_precision(optax.identity(), master=name) for name in ("float32", "remainder")
+    }
+    inits = {}
+    for name, optimizer in masters.items():
+        like = {"params": {"w": full["w"].astype(jnp.bfloat16)}}
+        like["opt_state"] = optimizer.init(like["params"])
+        exact = {"params": full, "opt_state": mixed_precision(optax.identity()).init(full)}
+        inits[name] = jmp_kit.convert_precision(exact, like)
+        kept = jmp_kit.master_params(inits[name]["opt_state"], inits[name]["params"])
+        assert bits(kept) == bits(full)
+    differs = np.asarray(inits["float32"]["params"]["w"] != inits["remainder"]["params"]["w"])
+    is_tie = bits_of & 0xFFFF == 1 << 15
+    is_even = bits_of >> 16 & 1 == 0
+    np.testing.assert_array_equal(differs, is_tie & is_even)
+
+
+def test_a_weight_that_nearly_cancels_takes_its_master_along():
+    """No float32 update leads from 1 to the float16 nearest to -9e-7."""
+    identity = optax.GradientTransformation(lambda p: (), lambda u, s, p: (u, s))
+    optimizer = mixed_precision(identity)
+    params = jnp.float16(1)
+    state = optimizer.init(params)
+    for update in (-9e-7, -1.0):
+        updates, state = optimizer.update(jnp.float32(update), state, params)
+        params = optax.apply_updates(params, updates)
+    master = float(jmp_kit.master_params(state, params))
+    assert float(params) == np.float16(master)
+    assert abs(master + 9e-7) <= 2.0**-24  # float32's rounding of 1
+    assert master != np.float32(np.float32(1 - 9e-7) - 1)
+
+
+def test_a_skipped_step_flushes_subnormal_numbers_and_nothing_else():
+    """On a CPU any sum does, and `apply_updates` is one."""
+    tiny = np.array([1e-40, -1e-45, 1.2e-38, -0.0, 0.0, 1.0, 3e-39], np.float32)
+    optimizer = mixed_precision(optax.adamw(0.1), DynamicLossScale())
+    params = jnp.asarray(tiny)
+    state = optimizer.init(params)
+    updates, _ = optimizer.update(jnp.full(7, jnp.nan), state, params)
+    assert np.asarray(updates).tobytes() == np.full(7, -0.0, np.float32).tobytes()
+    after = np.asarray(jax.jit(optax.apply_updates)(params, updates))
+    is_normal = (np.abs(tiny) >= np.finfo(np.float32).tiny) | (tiny == 0)
+    assert after[is_normal].tobytes() == tiny[is_normal].tobytes()
+
+
 @ways
 def test_a_parameter_that_was_changed_outside_is_what_is_meant(master, dtype):
     """Weights loaded after init, tied, averaged: the master follows, within half a step of them."""
