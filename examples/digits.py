@@ -62,7 +62,7 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
     """The train step of any policy. This is all there is to mixed precision."""
 
-    @jmp_kit.autocast(policy)
+    @jmp_kit.autocast(policy.with_output_dtype(jnp.float32))  # a loss is never half
     def loss_fn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
         logits = predict(params, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()

@@ -84,7 +84,7 @@ def make_step(
     # Beside parameters it has counts of random numbers, of which it draws none.
     graphdef, _, *rest = nnx.split(shape, nnx.Param, ...)
 
-    @jmp_kit.autocast(policy)
+    @jmp_kit.autocast(policy.with_output_dtype(jnp.float32))  # a loss is never half
     def loss_fn(params: Any, text: jax.Array, weights: jax.Array) -> jax.Array:
         whole = jmp_kit.gather_params(params, split, "data", policy.compute_dtype)
         whole = jax.tree.map(lambda x: x.astype(jnp.float32), whole)  # as the model is written

@@ -182,6 +182,7 @@ def _loss_of(value: Any, has_aux: bool) -> Any:
     if is_array(loss) and loss.dtype in _TOO_NARROW:
         raise TypeError(
             f"The loss is {loss.dtype}, {_TOO_NARROW[loss.dtype]}. Compute it in float32: cast "
-            "the logits with logits.astype(jnp.float32) before the loss."
+            "the logits with logits.astype(jnp.float32) before the loss. Where autocast gives it "
+            'in half, write policy.with_output_dtype("float32").'
         )
     return loss

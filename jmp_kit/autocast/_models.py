@@ -137,7 +137,7 @@ def _attributes(nodes: Any) -> dict[tuple[Any, str], Any]:
 def _changed_attributes(before: dict[tuple[Any, str], Any], nodes: Any) -> dict[Any, Any]:
     found = {}
     for key, value in _attributes(nodes).items():
-        if key in before and (value is before[key] or _equal(value, before[key])):
+        if key in before and value is before[key]:
             continue
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
             raise ValueError(
@@ -146,13 +146,6 @@ def _changed_attributes(before: dict[tuple[Any, str], Any], nodes: Any) -> dict[
             )
         found[key] = value
     return found
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except (TypeError, ValueError):  # arrays, say
-        return False
 
 
 def _named(paths: Sequence[Any] | set[Any]) -> str:

@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
@@ -40,9 +41,10 @@ def loss_fn(w):
         (lambda: autocast(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "half"), r"jmp_kit.nnx.apply_policy"),
         (lambda: autocast(3, "half"), "autocast wraps a function, but got 3"),
         (
-            lambda: jmp_kit.mixed_precision(jmp_kit.NoOpLossScale, jmp_kit.DynamicLossScale),
-            r"class DynamicLossScale: write DynamicLossScale\(\)|wraps an optimizer",
+            lambda: jmp_kit.mixed_precision(optax.sgd(0.1), jmp_kit.DynamicLossScale),
+            r"the class DynamicLossScale: write DynamicLossScale\(\)",
         ),
+        (lambda: jmp_kit.mixed_precision(jmp_kit.NoOpLossScale), "wraps an optimizer, but got"),
         (
             lambda: jmp_kit.value_and_grad(loss_fn, jmp_kit.StaticLossScale),
             r"the class StaticLossScale: write StaticLossScale\(\)",
@@ -52,6 +54,11 @@ def loss_fn(w):
 def test_misuse_is_told(call, words):
     with pytest.raises(TypeError, match=words):
         call()
+
+
+def test_what_is_no_policy_and_no_function_is_told():
+    with pytest.raises(ValueError, match="Unknown dtype 3"):
+        autocast(3)
 
 
 @pytest.mark.parametrize("typo", ["mixed_bfloat61", "mixed_bf16", "bflaot16", "mixed-float16"])

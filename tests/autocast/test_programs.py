@@ -157,7 +157,7 @@ PROGRAMS = {
 NOT_REVERSIBLE = {"while", "vmapped_while", "custom_vmap", "composite"}
 
 
-@pytest.mark.filterwarnings("ignore:Gradients are computed in float16")
+@pytest.mark.filterwarnings("ignore:Gradients are computed in float16|A product asks for")
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_runs_and_is_right(name, policy):
