@@ -8,7 +8,7 @@ that functions with other rules, or none, go the other way.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,14 +18,15 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp_kit.autocast._flow import bodies_of
-from jmp_kit.autocast._jaxpr import cut_out, opened, subjaxprs
+from jmp_kit.autocast._jaxpr import cut_out, opened, shape_of, subjaxprs
 
 Function = Callable[..., list[Any]]  # from arrays to arrays
 
 
 def has_bound_rules(jaxpr: Jaxpr) -> bool:
     """Whether a custom derivative in it can be called only while it is being differentiated."""
-    return any(map(_is_bound, _with_rules(jaxpr)))
+    # Of one definition, a module's activation say, one call tells of all.
+    return any(map(_is_bound, {_definition(eqn): eqn for eqn in _with_rules(jaxpr)}.values()))
 
 
 def differentiated_first(
@@ -115,6 +116,13 @@ def _with_rules(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         if name != "shard_map":  # whose axes are not there to try them
             for inner in subjaxprs(eqn):
                 yield from _with_rules(inner)
+
+
+def _definition(eqn: JaxprEqn) -> Hashable:
+    """Where the function was written, and the types it is called with."""
+    [body] = bodies_of(eqn)
+    types = ((a.aval.dtype, len(shape_of(a))) for a in eqn.invars)
+    return body.jaxpr.debug_info.func_src_info, eqn.params.get("symbolic_zeros"), *types
 
 
 def _is_bound(eqn: JaxprEqn) -> bool:

@@ -99,8 +99,9 @@ def raise_if_diverged(opt_state: Any, max_consecutive_skips: int = 50) -> None:
         raise FloatingPointError(
             f"The loss scale has grown to {scale:g}, and no gradient overflows: it is over 2^40. "
             "Either nothing is scaled by it: call jmp_kit.value_and_grad(loss_fn, "
-            "loss_scale_of(opt_state)), not jax.value_and_grad. Or compute is bfloat16, which "
-            "needs no scale: write NoOpLossScale(). If it is meant, give it a max_loss_scale."
+            "loss_scale_of(opt_state)), not jax.value_and_grad; or, if you multiply the loss "
+            "yourself, did you unscale? Or compute is bfloat16, which needs no scale: write "
+            "NoOpLossScale(). If it is meant, give it a max_loss_scale."
         )
     if in_a_row <= max_consecutive_skips:
         return
