@@ -31,7 +31,8 @@ def bodies_of(eqn: JaxprEqn) -> list[Body]:
     if name in ("jit", "pjit", "remat2", "checkpoint", "shard_map"):
         return [Body(*opened(params["jaxpr"]), range(n_in), range(n_out))]
     if name in ("custom_jvp_call", "custom_vjp_call", "composite", "eval_jaxpr"):
-        return [Body(*opened(params["call_jaxpr"]), range(n_in), range(n_out))]
+        inside = params.get("call_jaxpr") or params["jaxpr"]  # of a composite up to JAX 0.11
+        return [Body(*opened(inside), range(n_in), range(n_out))]
     if name == "custom_vmap_call":
         return [Body(*opened(params["call"]), range(n_in), range(n_out))]
     if name == "cond":
