@@ -1,6 +1,7 @@
 """Seeing the numerics: what a program computes in, where values lie, what a dtype does to them.
 
 print(audit(train_step, params, batch))             # which products run in half
+print(traffic(train_step, params, batch))           # which kernels move how many bytes
 print(plan(loss_fn, "mixed_bfloat16", params))      # what is stored in half, and what is state
 print(compare(loss_fn, params, *batch))             # faster? accurate?
 print(doctor())                                     # what this machine is fast in
@@ -38,6 +39,9 @@ from jmp_kit.numerics._plots import plot_exponents as plot_exponents
 from jmp_kit.numerics._plots import plot_loss_scale as plot_loss_scale
 from jmp_kit.numerics._ranges import Ranges as Ranges
 from jmp_kit.numerics._ranges import ranges as ranges
+from jmp_kit.numerics._traffic import Kernel as Kernel
+from jmp_kit.numerics._traffic import Traffic as Traffic
+from jmp_kit.numerics._traffic import traffic as traffic
 from jmp_kit.numerics._watch import WatchState as WatchState
 from jmp_kit.numerics._watch import total_histogram as total_histogram
 from jmp_kit.numerics._watch import watch as watch

@@ -25,7 +25,7 @@ def audit_lowered(
         text, level = stage.as_text("hlo", debug_info=True), "lowered"
     else:
         text, level = stage.as_text() or "", "compiled"
-    return audit_text(text, level, _backend(stage), paths or {})
+    return audit_text(text, level, device_of(stage).platform, paths or {})
 
 
 def audit_text(text: str, level: str, backend: str, paths: Mapping[str, str]) -> Audit:
@@ -34,7 +34,7 @@ def audit_text(text: str, level: str, backend: str, paths: Mapping[str, str]) ->
     products, opaque, converts, transfers = [], [], [], []
     for run in program.runs():
         source, backward = str(program.source_of(run)), is_backward(run.stack)
-        path = _path(run.stack) or paths.get(source, "")
+        path = path_of(run.stack) or paths.get(source, "")
         if _is_product(run.instruction):
             kind, flops = _kind(run.instruction), _flops(run)
             if flops is None:
@@ -56,10 +56,11 @@ def audit_text(text: str, level: str, backend: str, paths: Mapping[str, str]) ->
     return Audit(level, backend, tuple(products), tuple(opaque), tuple(converts), tuple(transfers))
 
 
-def _backend(stage: Any) -> str:
+def device_of(stage: Any) -> Any:
+    """The first device that a program runs on; of one that does not tell, the first there is."""
     for sharding in jax.tree.leaves((getattr(stage, "input_shardings", None),)):
-        return min(sharding.device_set, key=lambda device: device.id).platform
-    return jax.default_backend()
+        return min(sharding.device_set, key=lambda device: device.id)
+    return jax.devices()[0]
 
 
 # Libraries' kernels that multiply matrices.
@@ -113,7 +114,7 @@ _PLUMBING = re.compile(
 )
 
 
-def _path(stack: str) -> str:
+def path_of(stack: str) -> str:
     """Of "jit(loss)/jvp(Network)/head/dot_general": "Network/head"."""
     return "/".join(names_in(_PLUMBING.sub("", stack)).split("/")[:-1])
 
@@ -141,13 +142,13 @@ def _exchanged(run: Run) -> Iterator[tuple[str, Array]]:
 
 
 # Around a single fused kernel, and what in it does not compute.
-_AROUND = ("while", "conditional", "call", "async-start")
+AROUND = ("while", "conditional", "call", "async-start")
 _MOVES = ("convert", "bitcast", "copy", "transpose", "reshape", "slice", "dynamic-slice")
 
 
 def _converted(run: Run, program: Program) -> Iterator[tuple[Array, Array]]:
     """What a kernel takes and gives if all it does is to convert."""
-    if any(call.opcode not in _AROUND for call in run.calls):
+    if any(call.opcode not in AROUND for call in run.calls):
         return
     if run.instruction.opcode == "convert":
         pairs: list[tuple[Array | None, Array]] = [(run.operands[0], run.instruction.results[0])]

@@ -1,0 +1,237 @@
+"""What the kernels of a compiled program read and write: where the time between products goes."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+
+from jmp_kit.autocast import is_backward, on_arrays
+from jmp_kit.numerics._hlo import Array, Computation, Instruction, Program, Run, parse, root_of
+from jmp_kit.numerics._lowered import AROUND, device_of, path_of
+from jmp_kit.numerics._tables import count, percent, table
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What is launched as one."""
+
+    name: str  # in the compiled program
+    source: str  # "model.py:41"
+    path: str  # name scopes
+    dtype: str  # of the largest array that it writes
+    read: int  # bytes, every time
+    written: int
+    wide: int  # of these, what float32 activations take
+    backward: bool
+    times: int = 1  # how often the loops around it run it
+
+    @property
+    def nbytes(self) -> int:
+        """What it moves."""
+        return self.read + self.written
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """The kernels of a compiled program. Print it for a table."""
+
+    device: str
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What all of them move."""
+        return sum(kernel.nbytes for kernel in self.kernels)
+
+    @property
+    def wide(self) -> int:
+        """The bytes of float32 activations that are written."""
+        return sum(kernel.wide for kernel in self.kernels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        return {"nbytes": self.nbytes, "wide": self.wide, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        head = (
+            f"{len(self.kernels)} kernels move {count(self.nbytes)}B on {self.device}; "
+            f"float32 activations are {count(self.wide)}B of what they write:"
+        )
+        kinds: dict[tuple[str, ...], list[Kernel]] = collections.defaultdict(list)
+        for kernel in self.kernels:
+            which = "backward" if kernel.backward else "forward"
+            kinds[kernel.source, which, kernel.dtype, kernel.path].append(kernel)
+        moved = {kind: sum(k.nbytes for k in found) for kind, found in kinds.items()}
+        rows = [("bytes", "share", "kernels", "float32", "source", "pass", "writes", "path")]
+        for kind in sorted(kinds, key=lambda kind: -moved[kind])[:_MOST]:
+            source, which, dtype, path = kind
+            wide = sum(kernel.wide for kernel in kinds[kind])
+            numbers = count(moved[kind]), percent(moved[kind] / max(self.nbytes, 1))
+            several = str(len(kinds[kind]))
+            shown = f"{count(wide)}B" if wide else ""
+            rows.append((*numbers, several, shown, source, which, dtype, path))
+        lines = [head, table(rows)]
+        if rest := sorted(moved.values(), reverse=True)[_MOST:]:
+            lines.append(f"and {len(rest)} more, which move {count(sum(rest))}B")
+        return "\n".join(lines)
+
+
+_MOST = 30  # rows of the table
+
+
+def traffic(fun: Any, *args: Any, **kwargs: Any) -> Traffic:
+    """The bytes that each kernel of a compiled program reads and writes.
+
+        nbytes = sum of operands and results, each once, of what a loop repeats as often
+
+    Between matrix products a GPU's time is that of its memory: this tells where it goes, and which
+    activations are written in float32 still. An array that a kernel only gathers or slices from is
+    charged what is taken of it, and one that is updated in place what is put there.
+
+    Args:
+      fun: any JAX function, jitted or not, or what is compiled already, for a device of another
+        machine say.
+      args, kwargs: what it is called with; arrays may be abstract. Nothing is computed.
+
+    Returns:
+      A `Traffic`, which prints as a table, what moves most first.
+
+    Raises:
+      TypeError: if arguments are given with a program that is compiled already.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jmp_kit
+      >>> def layer(x, w):
+      ...     return jnp.sum(jnp.tanh(x @ w))
+      >>> found = jmp_kit.numerics.traffic(layer, jnp.ones((64, 32)), jnp.ones((32, 16)))
+      >>> found.nbytes >= 4 * (64 * 32 + 32 * 16)
+      True
+    """
+    if isinstance(fun, jax.stages.Compiled):
+        if args or kwargs:
+            raise TypeError("A compiled program has its arguments already: write traffic(program).")
+        return traffic_of(fun.as_text() or "", device_of(fun).device_kind)
+    if hasattr(fun, "lower"):
+        return traffic(fun.lower(*args, **kwargs).compile())
+    if isinstance(fun, jax.stages.Lowered):
+        return traffic(fun.compile())
+    call, arrays = on_arrays(fun, *args, **kwargs)
+    return traffic(jax.jit(call).lower(arrays).compile())
+
+
+def traffic_of(text: str, device: str) -> Traffic:
+    """The kernels of a program in XLA's text."""
+    program = parse(text)
+    known = set(_known_sizes(program.computations[program.entry]))
+    return Traffic(device, tuple(_kernels(program, known)))
+
+
+# Which name values, or stand for those that are done elsewhere.
+_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota")
+
+
+def _kernels(program: Program, known: set[int]) -> Iterator[Kernel]:
+    for run in program.runs():
+        instruction = run.instruction
+        is_inside = any(call.opcode not in AROUND for call in run.calls)
+        if is_inside or instruction.opcode in (*_FREE, *AROUND) or _is_done(instruction):
+            continue
+        read, written = _moved(run, program)
+        wide = sum(
+            array.nbytes
+            for array in written
+            if array.dtype == "float32" and array.size > 1 and array.size not in known
+        )
+        largest = max(written, key=lambda array: array.nbytes, default=Array("", ()))
+        named = _named(run, program)
+        yield Kernel(
+            name=instruction.name,
+            source=str(program.source_of(named)),
+            path=path_of(named.stack),
+            dtype=largest.dtype,
+            read=run.times * sum(array.nbytes for array in read),
+            written=run.times * sum(array.nbytes for array in written),
+            wide=run.times * wide,
+            backward=is_backward(named.stack),
+            times=run.times,
+        )
+
+
+def _named(run: Run, program: Program) -> Run:
+    """The kernel, or of one that has no name what is fused in it: its end, or else the rest."""
+    called = run.instruction.called
+    if run.instruction.op_name or not called:
+        return run
+    fused = program.computations[called[0]]
+    inside = (i for i in (root_of(fused), *reversed(fused.values())) if i.op_name)
+    found = next(inside, None)
+    return run._replace(instruction=found, stack=found.op_name) if found else run
+
+
+def _is_done(instruction: Instruction) -> bool:
+    """Whether it only waits for what was begun before."""
+    return instruction.opcode.endswith(("-done", "-update")) and "scatter" not in instruction.opcode
+
+
+def _known_sizes(entry: Computation) -> Iterator[int]:
+    """Of the program's arguments and results, and of their rows, which loops over layers take."""
+    root = root_of(entry)
+    ends = [i for i in entry.values() if i.opcode == "parameter"] + [root]
+    for array in (array for instruction in ends for array in instruction.results):
+        yield array.size
+        yield math.prod(array.shape[1:])
+
+
+def _moved(run: Run, program: Program) -> tuple[list[Array], list[Array]]:
+    """What a kernel reads and writes."""
+    instruction = run.instruction
+    if instruction.opcode.removesuffix("-start") == "fusion":
+        return _moved_by_fusion(program.computations[instruction.called[0]])
+    read, written = run.operands, list(instruction.results)
+    if instruction.opcode in _PICKS:
+        return [*written, *read[1:]], written
+    if instruction.opcode in _PUTS:
+        return read[_PUTS[instruction.opcode] :], read[_PUTS[instruction.opcode] :][:1]
+    return read, written
+
+
+_PICKS = ("gather", "dynamic-slice", "slice")  # from the first operand
+_PUTS = {"dynamic-update-slice": 1}  # into the first operand, what this one is
+
+
+def _moved_by_fusion(fused: Computation) -> tuple[list[Array], list[Array]]:
+    uses: dict[str, list[tuple[Instruction, int]]] = collections.defaultdict(list)
+    for instruction in fused.values():
+        for i, name in enumerate(instruction.operands):
+            uses[name].append((instruction, i))
+
+    def taken(name: str) -> Iterable[Array | None]:
+        """What is picked of a value; None of one that is taken whole."""
+        for user, i in uses[name]:
+            if user.opcode == "bitcast":
+                yield from taken(user.name)
+            elif user.opcode in _PICKS and i == 0:
+                yield user.results[0]
+            elif not (user.opcode in _PUTS and i == 0):  # which is written in place
+                yield None
+
+    read = []
+    for instruction in fused.values():
+        if instruction.opcode == "parameter":
+            [array] = instruction.results[:1]
+            picked = list(taken(instruction.name))
+            whole = None in picked or sum(p.size for p in picked if p) >= array.size
+            read += [array] if whole else [p for p in picked if p]
+    root = root_of(fused)
+    outputs = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    written = []
+    for output in outputs:
+        while output.opcode == "bitcast":
+            output = fused[output.operands[0]]
+        if output.opcode in _PUTS:
+            output = fused[output.operands[_PUTS[output.opcode]]]
+        written.append(output.results[0])
+    return read, written
