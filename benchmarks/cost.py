@@ -20,7 +20,7 @@ from benchmarks.measuring import Contender, measure
 from benchmarks.models import ResNet
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import Task, plain_state, plain_step, with_jmp_kit
-from jmp_kit.autocast import subjaxprs
+from jmp_kit.programs import subjaxprs
 
 COLUMNS = [
     Column("contender", lambda row: row["contender"]),

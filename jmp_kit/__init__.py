@@ -19,9 +19,9 @@ from jmp_kit._loss_scale import DynamicLossScale as DynamicLossScale
 from jmp_kit._gather import gather_params as gather_params
 from jmp_kit._grad import value_and_grad as value_and_grad
 from jmp_kit._grad import grad as grad
-from jmp_kit.autocast import autocast as autocast
-from jmp_kit.autocast import full_precision as full_precision
-from jmp_kit.autocast import PRODUCTS as PRODUCTS
+from jmp_kit.casting import autocast as autocast
+from jmp_kit.casting import full_precision as full_precision
+from jmp_kit.programs import PRODUCTS as PRODUCTS
 from jmp_kit.optim import MixedPrecisionState as MixedPrecisionState
 from jmp_kit.optim import mixed_precision as mixed_precision
 from jmp_kit.optim import state_shardings as state_shardings

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 
 from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import at_least_float32
-from jmp_kit.autocast import Paths, autocast, autocast_method, eval_shape, product_paths
+from jmp_kit.casting import autocast, autocast_method
+from jmp_kit.programs import Paths, eval_shape, product_paths
 
 
 @dataclasses.dataclass(frozen=True)

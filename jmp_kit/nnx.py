@@ -27,8 +27,9 @@ from jmp_kit._grad import value_and_grad_by
 from jmp_kit._loss_scale import LossScale
 from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import all_finite, select_tree
-from jmp_kit.autocast import Paths, arrays_of, autocast_method, changed, product_paths, set_arrays
-from jmp_kit.autocast import autocast as autocast_arrays
+from jmp_kit.casting import arrays_of, autocast_method, changed, set_arrays
+from jmp_kit.casting import autocast as autocast_arrays
+from jmp_kit.programs import Paths, product_paths
 
 Rules = Mapping[str, Policy | str | DTypeLike]
 

@@ -12,8 +12,8 @@ from flax.training.train_state import TrainState
 
 import jmp_kit
 from jmp_kit.linen import apply_policy, paths
-from tests.autocast.test_rules import dtypes_of
-from tests.autocast.test_zoo import distance, products_of
+from tests.casting.test_rules import dtypes_of
+from tests.casting.test_zoo import distance, products_of
 from tests.compiling import quick_or_slow
 
 # optax itself promotes: see the fixture.

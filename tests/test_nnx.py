@@ -14,8 +14,8 @@ import jmp_kit
 import jmp_kit.checkpoint
 import jmp_kit.nnx
 from jmp_kit.nnx import apply_policy, paths
-from tests.autocast.test_rules import dtypes_of
-from tests.autocast.test_zoo import distance, products_of
+from tests.casting.test_rules import dtypes_of
+from tests.casting.test_zoo import distance, products_of
 from tests.compiling import quick_or_slow
 
 # optax itself promotes: see the fixture.

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from jmp_kit.autocast import on_arrays
 from jmp_kit.numerics._audited import Audit
 from jmp_kit.numerics._lowered import audit_lowered
 from jmp_kit.numerics._traced import audit_traced
+from jmp_kit.programs import on_arrays
 
 LEVELS = ("traced", "lowered", "compiled")
 

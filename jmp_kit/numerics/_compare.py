@@ -16,10 +16,11 @@ from jmp_kit._grad import value_and_grad
 from jmp_kit._loss_scale import LossScale, NoOpLossScale, StaticLossScale
 from jmp_kit._policy import Policy, policy_to_compute
 from jmp_kit._tree import is_array, path_names
-from jmp_kit.autocast import autocast, eval_shape, marked_dtype, products_in, traced
+from jmp_kit.casting import autocast
 from jmp_kit.numerics._exponents import recommend_loss_scale
 from jmp_kit.numerics._progress import line
 from jmp_kit.numerics._tables import table
+from jmp_kit.programs import eval_shape, marked_dtype, products_in, traced
 
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 

@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jmp_kit.autocast import (
+from jmp_kit.numerics._advice import advice_on
+from jmp_kit.numerics._nonfinite import NonFinite, is_floating, kind_of, range_of
+from jmp_kit.numerics._sources import source_of
+from jmp_kit.programs import (
     PRODUCTS,
     Body,
     bodies_of,
@@ -20,9 +23,6 @@ from jmp_kit.autocast import (
     scan_counts,
     stack_of,
 )
-from jmp_kit.numerics._advice import advice_on
-from jmp_kit.numerics._nonfinite import NonFinite, is_floating, kind_of, range_of
-from jmp_kit.numerics._sources import source_of
 
 
 def locate_nonfinite(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> NonFinite | None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from jmp_kit.autocast import is_backward, names_in
 from jmp_kit.numerics._audited import Audit, Convert, Product, Transfer
 from jmp_kit.numerics._hlo import Array, Computation, Instruction, Program, Run, parse, root_of
+from jmp_kit.programs import is_backward, names_in
 
 
 def audit_lowered(

@@ -7,9 +7,10 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from jmp_kit._policy import Policy
-from jmp_kit.autocast import Stored, is_backward, names_in, stack_of, stored_values
+from jmp_kit.casting import Stored, stored_values
 from jmp_kit.numerics._sources import source_of
 from jmp_kit.numerics._tables import count, table
+from jmp_kit.programs import is_backward, names_in, stack_of
 
 
 @dataclasses.dataclass(frozen=True)

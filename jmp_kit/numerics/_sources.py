@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn
 
-from jmp_kit.autocast import subjaxprs
+from jmp_kit.programs import subjaxprs
 
 # Whose lines tell a user little.
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "keras", "jmp_kit")

@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 
-from jmp_kit.autocast import (
+from jmp_kit.numerics._audited import Audit, Product
+from jmp_kit.numerics._sources import source_of
+from jmp_kit.programs import (
     PRODUCTS,
     Flow,
     is_backward,
@@ -18,8 +20,6 @@ from jmp_kit.autocast import (
     subjaxprs,
     traced,
 )
-from jmp_kit.numerics._audited import Audit, Product
-from jmp_kit.numerics._sources import source_of
 
 
 def audit_traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Audit:

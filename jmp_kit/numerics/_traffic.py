@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-from jmp_kit.autocast import is_backward, on_arrays
 from jmp_kit.numerics._hlo import Array, Computation, Instruction, Program, Run, parse, root_of
 from jmp_kit.numerics._lowered import AROUND, device_of, path_of
 from jmp_kit.numerics._tables import count, percent, table
+from jmp_kit.programs import is_backward, on_arrays
 
 
 @dataclasses.dataclass(frozen=True)

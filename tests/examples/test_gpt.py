@@ -11,7 +11,7 @@ from flax import nnx
 
 import jmp_kit
 from examples import gpt
-from tests.autocast.test_zoo import products_of
+from tests.casting.test_zoo import products_of
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for optax.adamw
 

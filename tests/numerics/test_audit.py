@@ -13,7 +13,7 @@ from flax import nnx
 
 import jmp_kit
 from jmp_kit.numerics import audit
-from tests.autocast.zoo import ZOO
+from tests.casting.zoo import ZOO
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for Flax's sake
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jmp_kit
 from jmp_kit.numerics import audit
 from jmp_kit.numerics._lowered import audit_text
-from tests.autocast.zoo import PLAIN, ZOO
+from tests.casting.zoo import PLAIN, ZOO
 from tests.compiling import quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for Flax's sake

@@ -11,7 +11,7 @@ from benchmarks.compiled import bytes_moved
 from jmp_kit import autocast
 from jmp_kit.numerics import traffic
 from jmp_kit.numerics._traffic import Traffic, traffic_of
-from tests.autocast.by_hand import MODELS
+from tests.casting.by_hand import MODELS
 
 PROGRAM = """HloModule jit_f
 

@@ -1,0 +1,34 @@
+"""Any function with its matrix products in half.
+
+The function is traced once, at its own dtypes, to a jaxpr, which is split and evaluated in parts:
+
+- A **product** (matrix product, convolution, ragged product) takes half operands and gives a half
+  result, so that both of its backward products are half too.
+- A **segment** is a run of other operations between products. It computes in float32, exactly as
+  it was traced; what leaves it on its way to a product, depends on a product and is large, is
+  stored in half, but for statistics: what is reduced and then combined with larger values. The
+  backward pass computes it again: of a softmax, a norm or a GELU only the half results of the
+  products before it are kept.
+- **State**, what is updated rather than made anew, stays float32; products take it in half.
+- The **epilogue** is what no product follows, the loss say: float32, as it was traced.
+
+    x: float32 -> product -> half -> segment -> half -> product -> half -> epilogue: float32
+
+`programs` reads jaxprs: what depends on a product and what reaches one, names, marks and paths.
+Here `_state` finds what is updated, `_parts` splits, `_evaluate` evaluates, and `_worth` knows what
+is worth computing twice. Where the backward pass is part of the program, `_repeat` has it do so,
+after `_inline` and `_scans` have brought it and the forward pass together. `_calls` and
+`_custom_derivatives` rebuild calls, loops, branches and rules around what is inside them; rules
+that can be called only while JAX differentiates are `_differentiated`'s. `_models` keeps what a
+function changes in nnx models, `_full_precision` marks what is to be left alone, and `_misused` and
+`_warned` tell what cannot, or may not, be meant.
+"""
+
+from jmp_kit.casting._autocast import autocast as autocast
+from jmp_kit.casting._autocast import autocast_method as autocast_method
+from jmp_kit.casting._autocast import stored_values as stored_values
+from jmp_kit.casting._evaluator import Stored as Stored
+from jmp_kit.casting._full_precision import full_precision as full_precision
+from jmp_kit.casting._models import arrays_of as arrays_of
+from jmp_kit.casting._models import changed as changed
+from jmp_kit.casting._models import set_arrays as set_arrays

@@ -1,0 +1,77 @@
+"""A jaxpr split into the parts that are evaluated, and in the backward pass repeated, as one."""
+
+from collections.abc import Iterator, Sequence, Set
+
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_kit.programs._flow import Flow
+from jmp_kit.programs._jaxpr import is_var
+
+
+def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> list[list[JaxprEqn]]:
+    """Each part is a segment and the products after it, none of which takes another's result.
+
+    Kernels that take half count as products here.
+
+    What follows from a product belongs to the segment of a later part, where it is taken: so the
+    results of products are all that has to be kept. Calls that hold products, and equations with
+    effects, whose order matters, are parts of their own.
+    """
+    return list(filter(None, _split(eqns, flow)))
+
+
+def _split(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
+    segment: list[JaxprEqn] = []
+    products: list[JaxprEqn] = []
+    following: list[JaxprEqn] = []
+    followed: set[Var] = set()  # the results of these products, and what was made of them
+    for eqn in eqns:
+        follows = any(is_var(a) and a in followed for a in eqn.invars)
+        closes = flow.closes(eqn)
+        is_apart = acts(eqn) or (not closes and flow.holds_product(eqn))
+        if is_apart or (closes and follows):
+            yield [*segment, *products]
+            segment, products, following, followed = following, [], [], set()
+        if is_apart:
+            yield segment
+            yield [eqn]
+            segment = []
+        elif closes or follows:
+            (products if closes else following).append(eqn)
+            followed.update(eqn.outvars)
+        else:
+            segment.append(eqn)
+    yield [*segment, *products]
+    yield following
+
+
+def split_at(
+    segment: Sequence[JaxprEqn], stored: Set[Var]
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """A segment as what makes the stored values that it takes itself, and the rest.
+
+    All is rest if that takes more of the others' results, which would have to be kept.
+    """
+    wanted = {a for e in segment for a in e.invars if is_var(a) and a in stored}
+    head: list[JaxprEqn] = []
+    rest: list[JaxprEqn] = []
+    for eqn in reversed(segment):
+        if wanted.intersection(eqn.outvars):
+            head.append(eqn)
+            wanted.update(a for a in eqn.invars if is_var(a))
+        else:
+            rest.append(eqn)
+    crossing = {v for e in head for v in e.outvars} - stored
+    if any(is_var(a) and a in crossing for e in rest for a in e.invars):
+        return [], list(segment)
+    return head[::-1], rest[::-1]
+
+
+def acts(eqn: JaxprEqn) -> bool:
+    """Whether running the equation twice would be seen; naming a mesh axis would not."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def is_barrier(part: Sequence[JaxprEqn]) -> bool:
+    """Whether the part lets its values through as they are stored."""
+    return [eqn.primitive.name for eqn in part] == ["optimization_barrier"]

@@ -1,0 +1,106 @@
+"""What of a segment is worth computing twice, and what is worth storing instead."""
+
+from collections.abc import Callable, Hashable, Sequence
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from jmp_kit.programs._flow import KERNELS, Flow
+from jmp_kit.programs._jaxpr import is_var, names_within, shape_of, size_of
+
+# What a segment's backward pass does not compute again, for it is small or takes long.
+_COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
+_LOOPS = ("sort", "top_k", "gather", "scatter", "cum", "while", "scan", "random_")
+_SOLVERS = ("cholesky", "triangular_solve", "lu", "qr", "geqrf", "svd", "eig", "schur", "fft")
+_KEPT = ("reduce_", "argm", *_LOOPS, *_SOLVERS, *KERNELS, *_COLLECTIVES)
+# The derivative of an extremum compares it with what it is one of: both computed again, or a last
+# bit between them would lose the gradient. The third is no reduction.
+_NOT_KEPT = ("reduce_max", "reduce_min", "reduce_precision")
+
+# A segment of these alone keeps nothing for its backward pass, and makes nothing larger.
+_LINEAR = {"add", "sub", "neg", "convert_element_type"}
+_LINEAR |= {"reshape", "transpose", "squeeze", "slice", "split"}
+
+# What XLA stores, in float32, rather than compute it in two kernels.
+_COSTLY = (
+    *("exp", "log", "tan", "erf", "pow", "sin", "cos", "asin", "acos", "atan", "sqrt", "rsqrt"),
+    *("cbrt", "digamma", "lgamma", "igamma", "bessel", "regularized"),
+)
+
+# What is reduced and then combined with what it was reduced from, the sum of a softmax's row say,
+# is not rounded: all of the row would be wrong alike, and derivatives are differences within it.
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
+_JOINING = {"concatenate", "pad", "dynamic_update_slice", "scatter", "gather"}
+
+
+def is_kept(primitive: str) -> bool:
+    """Whether results of this primitive are kept for the backward pass."""
+    return primitive.startswith(_KEPT) and primitive not in _NOT_KEPT
+
+
+def is_linear(segment: Sequence[JaxprEqn]) -> bool:
+    """Whether its derivative needs nothing of it."""
+    return {e.primitive.name for e in segment} <= _LINEAR
+
+
+def is_costly(eqn: JaxprEqn) -> bool:
+    """Whether there is a costly function in it."""
+    return any(name.startswith(_COSTLY) for name in names_within(eqn))
+
+
+def summed(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
+    """The variables that are summed up before the next product, or what is made of them in place.
+
+    XLA on GPUs fuses such a sum with what it is a sum of.
+    """
+    return _meeting(jaxpr, flow, _sums, shape_of)
+
+
+def costly(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
+    """The variables of all of which a costly function is computed before the next product.
+
+    Or a sum of another shape. With them XLA does not fuse a further sum.
+    """
+    cost = _meeting(jaxpr, flow, lambda eqn, _: is_costly(eqn), size_of)
+    return cost | (_meeting(jaxpr, flow, _sums, size_of) - summed(jaxpr, flow))
+
+
+def spread(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
+    """The variables that are combined with larger ones before the next product."""
+    return _meeting(jaxpr, flow, _spreads, size_of)
+
+
+def reduced(segment: Sequence[JaxprEqn]) -> set[Var]:
+    """The results of a segment's reductions, and what is made of them in place."""
+    found: set[Var] = set()
+    for eqn in segment:
+        sizes = {size_of(a) for a in eqn.invars if is_var(a) and a in found}
+        if not _REDUCTIONS.isdisjoint(names_within(eqn)):
+            largest = max(map(size_of, eqn.invars), default=0)
+            sizes |= {size for size in map(size_of, eqn.outvars) if size < largest}
+        found |= {v for v in eqn.outvars if size_of(v) in sizes}
+    return found
+
+
+def _sums(eqn: JaxprEqn, _: Var) -> bool:
+    return eqn.primitive.name == "reduce_sum"
+
+
+def _spreads(eqn: JaxprEqn, operand: Var) -> bool:
+    joins = eqn.primitive.name in _JOINING
+    return not joins and any(size_of(v) > size_of(operand) for v in eqn.outvars)
+
+
+def _meeting(
+    jaxpr: Jaxpr,
+    flow: Flow,
+    is_met: Callable[[JaxprEqn, Var], bool],
+    measure: Callable[[Var], Hashable],
+) -> set[Var]:
+    """What goes into such an equation, and what goes into that with its measure kept."""
+    found: set[Var] = set()
+    for eqn in reversed(jaxpr.eqns):
+        if not flow.closes(eqn) and not flow.holds_product(eqn):
+            measures = {measure(v) for v in eqn.outvars if v in found}
+            operands = filter(is_var, eqn.invars)
+            found |= {a for a in operands if is_met(eqn, a) or measure(a) in measures}
+    return found

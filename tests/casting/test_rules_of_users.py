@@ -1,0 +1,182 @@
+"""Custom derivatives that are called only while JAX differentiates: closures, symbolic zeros."""
+
+import functools
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmp_kit import autocast
+from tests.casting.test_zoo import distance, products_of
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # for diffrax's sake
+
+W = jax.random.normal(jax.random.key(0), (4, 4)) / 2
+X = jax.random.normal(jax.random.key(1), (3, 4))
+
+
+def closed_over_in_backward(w, x):
+    @jax.custom_vjp
+    def f(w):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    f.defvjp(
+        lambda w: (f(w), w),
+        lambda w, g: (g * (x.T @ (1 - jnp.tanh(x @ w) ** 2)),),
+    )
+    return f(w)
+
+
+def closed_over_in_forward(w, x):
+    @jax.custom_vjp
+    def f(w):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    f.defvjp(
+        lambda w: (f(w), x.T @ (1 - jnp.tanh(x @ w) ** 2)),
+        lambda slope, g: (g * slope,),
+    )
+    return f(w @ w)
+
+
+def closed_over_in_a_tangent(w, x):
+    @jax.custom_jvp
+    def f(w):
+        return jnp.sum(jnp.tanh(x @ w))
+
+    @f.defjvp
+    def rule(primals, tangents):
+        return f(*primals), jnp.sum((1 - jnp.tanh(x @ primals[0]) ** 2) * (x @ tangents[0]))
+
+    return f(w)
+
+
+def asks_what_is_perturbed(w, x):
+    """A weight's gradient is computed only where it is asked for."""
+
+    @jax.custom_vjp
+    def f(x, w):
+        return jnp.tanh(x @ w), jnp.arange(3)
+
+    def forward(x, w):
+        assert w.perturbed
+        assert not x.perturbed
+        return f(x.value, w.value), (x.value, w.value)
+
+    def backward(residuals, cotangents):
+        x, w = residuals
+        y_bar = cotangents[0]
+        return None, x.T @ (y_bar * (1 - jnp.tanh(x @ w) ** 2))
+
+    f.defvjp(forward, backward, symbolic_zeros=True)
+    return jnp.sum(f(x, w)[0] ** 2)
+
+
+def inside_a_jit(w, x):
+    return jax.jit(lambda w: asks_what_is_perturbed(w, x))(jnp.sin(w) @ w)
+
+
+def equinox_rule(w, x):
+    @eqx.filter_custom_vjp
+    def f(w, x):
+        return jnp.tanh(x @ w)
+
+    f.def_fwd(lambda perturbed, w, x: (f(w, x),) * 2)
+    f.def_bwd(lambda y, g, perturbed, w, x: x.T @ (g * (1 - y * y)))
+    return jnp.sum(f(w, x))
+
+
+def equinox_loop(w, x):
+    def body(carry):
+        return carry[0] + 1, jnp.tanh(carry[1] @ w)
+
+    loop = eqx.internal.while_loop
+    return jnp.sum(loop(lambda c: c[0] < 4, body, (0, x), max_steps=8, kind="checkpointed")[1])
+
+
+def solved(w, x, adjoint=None):
+    term = diffrax.ODETerm(lambda t, y, w: jnp.tanh(w @ y))
+    options = {} if adjoint is None else {"adjoint": adjoint}
+    solution = diffrax.diffeqsolve(term, diffrax.Heun(), 0.0, 1.0, 0.1, x[0], args=w, **options)
+    return jnp.sum(solution.ys**2)
+
+
+PROGRAMS = {
+    f.__name__: f
+    for f in (
+        closed_over_in_backward,
+        closed_over_in_forward,
+        closed_over_in_a_tangent,
+        asks_what_is_perturbed,
+        inside_a_jit,
+        equinox_rule,
+        equinox_loop,
+        solved,
+    )
+}
+PROGRAMS["backsolve"] = functools.partial(solved, adjoint=diffrax.BacksolveAdjoint())
+programs = pytest.mark.parametrize("name", PROGRAMS)
+
+
+@programs
+def test_the_gradient_is_that_of_float32(name):
+    fun = PROGRAMS[name]
+    half = autocast(fun, "mixed_bfloat16")
+    wanted = jax.grad(fun)(W, X)
+    for gradient in (jax.grad(half), jax.jit(jax.grad(half)), autocast(jax.grad(fun), "bfloat16")):
+        found = gradient(W, X)
+        assert found.dtype == jnp.float32
+        assert distance(found, wanted) < 0.05
+    np.testing.assert_allclose(half(W, X), fun(W, X), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["closed_over_in_backward", "asks_what_is_perturbed"])
+def test_products_of_the_rule_are_half_too(name):
+    gradient = jax.grad(autocast(PROGRAMS[name], "mixed_bfloat16"))
+    assert {frozenset(d) for d in products_of(gradient, W, X)} == {
+        frozenset({jnp.dtype(jnp.bfloat16)})
+    }
+
+
+def test_it_composes():
+    half = autocast(asks_what_is_perturbed, "mixed_bfloat16")
+    many = jnp.stack([W, 2 * W])
+    wanted = jax.vmap(jax.grad(asks_what_is_perturbed), (0, None))(many, X)
+    assert distance(jax.vmap(jax.grad(half), (0, None))(many, X), wanted) < 0.02
+    loss, pullback = jax.vjp(lambda w: half(w, X) * 3, W)
+    assert distance(pullback(loss)[0], 3 * loss * wanted[0]) < 0.02
+
+
+def test_outputs_of_several_dtypes_and_arguments_that_have_no_derivative():
+    @functools.partial(autocast, policy="p=f32,c=bf16,o=bf16", rules={"w": "bfloat16"})
+    def fun(w, x, count, key, name):
+        y = asks_what_is_perturbed(w, x)
+        noise = jax.random.normal(key, ()) * 0
+        return {"y": y + noise, "half": y.astype(jnp.float16), "count": count + 1, "name": name}
+
+    def loss(w):
+        found = fun(w, X, jnp.int32(3), jax.random.key(0), "layer")
+        assert (found["y"].dtype, found["count"].dtype) == (jnp.bfloat16, jnp.int32)
+        assert found["name"] == "layer"
+        return found["y"].astype(jnp.float32)
+
+    assert distance(jax.grad(loss)(W), jax.grad(asks_what_is_perturbed)(W, X)) < 0.02
+    assert not jax.grad(lambda w: fun(w, X, 1, jax.random.key(0), "")["count"] * 1.0)(W).any()
+
+
+def test_a_rule_that_fails_says_so_when_it_is_called():
+    @jax.custom_vjp
+    def f(w):
+        return jnp.sum(w @ w)
+
+    def fails(residuals, g):
+        raise ZeroDivisionError("of the user")
+
+    f.defvjp(lambda w: (f(w), None), fails)
+    half = autocast(f, "mixed_bfloat16")
+    np.testing.assert_allclose(half(W), f(W), rtol=0.02)
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        jax.grad(half)(W)
