@@ -218,16 +218,16 @@ def launch(processes: int, arguments: list[str]) -> int:
         free.bind(("localhost", 0))
         coordinator = f"localhost:{free.getsockname()[1]}"
     command = [sys.executable, *(f"-W{w}" for w in sys.warnoptions), __file__, *arguments]
-    started = [
-        subprocess.Popen([*command, "--coordinator", coordinator, "--process", str(i)])
-        for i in range(processes)
-    ]
+    started: list[subprocess.Popen[bytes]] = []
     # Or Python would end at once, and leave behind what it started.
     before = {
         number: signal.signal(number, lambda number, frame: sys.exit(128 + number))
         for number in (signal.SIGTERM, signal.SIGHUP)
     }
     try:
+        for i in range(processes):
+            own = "--coordinator", coordinator, "--process", str(i)
+            started.append(subprocess.Popen([*command, *own]))
         while any(process.poll() is None for process in started):
             if any(process.poll() for process in started):
                 time.sleep(2)  # for what they have to say
