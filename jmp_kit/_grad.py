@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jmp_kit._loss_scale import SCALED, LossScale, NoOpLossScale
+from jmp_kit._loss_scale import SCALED, LossScale, NoOpLossScale, refuse_class
 from jmp_kit._tree import at_least_float32, is_array
 
 _TOO_NARROW = {
@@ -160,10 +160,7 @@ def _check(fun: Any, loss_scale: Any) -> None:
             f"The first argument is the loss function, but {fun!r} is not callable. "
             "Write value_and_grad(loss_fn, loss_scale)(params, batch)."
         )
-    if isinstance(loss_scale, type):
-        raise TypeError(
-            f"The loss scale is the class {loss_scale.__name__}: write {loss_scale.__name__}()."
-        )
+    refuse_class(loss_scale)
     if not (hasattr(loss_scale, "scale") and hasattr(loss_scale, "unscale")):
         raise TypeError(
             f"The loss scale is {loss_scale!r}, which cannot scale a loss. Write "

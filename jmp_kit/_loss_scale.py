@@ -254,6 +254,14 @@ class DynamicLossScale(_Scaling):
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
 
 
+def refuse_class(loss_scale: Any) -> None:
+    """Raise where a loss scale is named and not made."""
+    if isinstance(loss_scale, type):
+        raise TypeError(
+            f"The loss scale is the class {loss_scale.__name__}: write {loss_scale.__name__}()."
+        )
+
+
 def _apply(op: Any, tree: T, loss_scale: ArrayLike) -> T:
     def scaled(x: Any) -> Any:
         if not (isinstance(x, float | complex) or is_array(x, jnp.inexact)):

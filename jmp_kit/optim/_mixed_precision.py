@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jmp_kit._flax import told_to_serialize
-from jmp_kit._loss_scale import LossScale, NoOpLossScale
+from jmp_kit._loss_scale import LossScale, NoOpLossScale, refuse_class
 from jmp_kit._tree import all_finite, cast_like, is_array, select_tree
 from jmp_kit.optim._checks import (
     check_kept,
@@ -188,10 +188,7 @@ def mixed_precision(
             f"mixed_precision wraps an optimizer, but got {inner!r}. "
             "Write mixed_precision(optax.adamw(3e-4), DynamicLossScale())."
         )
-    if isinstance(loss_scale, type):
-        raise TypeError(
-            f"The loss scale is the class {loss_scale.__name__}: write {loss_scale.__name__}()."
-        )
+    refuse_class(loss_scale)
     if not hasattr(loss_scale, "adjust"):
         raise TypeError(
             f"The loss scale is {loss_scale!r}, which cannot adjust itself. Write "
