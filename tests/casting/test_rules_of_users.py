@@ -11,6 +11,7 @@ import pytest
 
 from jmp_kit import autocast
 from tests.casting.test_zoo import distance, products_of
+from tests.compiling import quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # for diffrax's sake
 
@@ -118,7 +119,8 @@ PROGRAMS = {
     )
 }
 PROGRAMS["backsolve"] = functools.partial(solved, adjoint=diffrax.BacksolveAdjoint())
-programs = pytest.mark.parametrize("name", PROGRAMS)
+LONG = {"solved", "backsolve", "equinox_loop"}
+programs = pytest.mark.parametrize("name", quick_or_slow(PROGRAMS, PROGRAMS.keys() - LONG))
 
 
 @programs

@@ -411,7 +411,7 @@ def test_a_skipped_step_flushes_subnormal_numbers_and_nothing_else():
     assert after[is_normal].tobytes() == tiny[is_normal].tobytes()
 
 
-@ways
+@some_ways
 def test_a_parameter_that_was_changed_outside_is_what_is_meant(master, dtype):
     """Weights loaded after init, tied, averaged: the master follows, within half a step of them."""
     optimizer = mixed_precision(optax.sgd(1e-3), master=master)
@@ -428,7 +428,7 @@ def test_a_parameter_that_was_changed_outside_is_what_is_meant(master, dtype):
         assert float(full[0]) == np.float32(3) - np.float32(1e-3)
 
 
-@ways
+@some_ways
 def test_clipped_weights_stay_within_their_limits(master, dtype):
     """As in WGAN: a master that went on outside would come back late."""
     optimizer = mixed_precision(optax.sgd(0.1), master=master)
