@@ -20,7 +20,7 @@ from benchmarks.measuring import Contender, measure
 from benchmarks.models import ResNet
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import Task, plain_state, plain_step, with_jmp_kit
-from jmp_kit.programs import subjaxprs
+from jmp_kit.programs import every_equation
 
 COLUMNS = [
     Column("contender", lambda row: row["contender"]),
@@ -141,7 +141,7 @@ def _traces(
 
 def equations(jaxpr: Any) -> int:
     """How many a jaxpr has, however deep."""
-    return len(jaxpr.eqns) + sum(equations(j) for e in jaxpr.eqns for j in subjaxprs(e))
+    return sum(1 for _ in every_equation(jaxpr))
 
 
 def _with_ratios(rows: list[Row]) -> list[Row]:

@@ -13,7 +13,7 @@ from jmp_kit.casting._evaluator import ANEW, CARRIED, LEADS, SMALL, UPDATED, Sit
 from jmp_kit.casting._parts import parts_of
 from jmp_kit.casting._state import STATE
 from jmp_kit.programs._flow import Body, bodies_of
-from jmp_kit.programs._jaxpr import cast, is_float32, is_small, scan_counts, settled
+from jmp_kit.programs._jaxpr import cast, is_float32, is_small, scan_counts, settled, where_rows
 
 
 def _jit(site: Site) -> Sequence[Any]:
@@ -135,18 +135,15 @@ def _while(site: Site) -> Sequence[Any]:
     def goes_on(carry: list[Any]) -> Any:
         return jnp.any(test(*cond_consts, *carry)[0])
 
-    def round_(carry: list[Any]) -> list[Any]:
+    def one_round(carry: list[Any]) -> list[Any]:
         new = settled(step(*body_consts, *carry), dtypes)
         if not condition.jaxpr.outvars[0].aval.shape:
             return new
         # Of several loops in one, as vmap makes them, some have ended.
         goes = test(*cond_consts, *carry)[0]
-        return [
-            jnp.where(goes.reshape(goes.shape + (1,) * (x.ndim - goes.ndim)), x, old)
-            for x, old in zip(new, carry, strict=True)
-        ]
+        return [where_rows(goes, x, old) for x, old in zip(new, carry, strict=True)]
 
-    return lax.while_loop(goes_on, round_, settled(start, dtypes))
+    return lax.while_loop(goes_on, one_round, settled(start, dtypes))
 
 
 def _parted(operands: Sequence[Any], first: int, second: int) -> tuple[list[Any], ...]:

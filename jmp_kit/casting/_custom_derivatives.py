@@ -1,17 +1,43 @@
 """Custom derivatives, kept: their rules are traced by `jax.jvp` and `jax.vjp` and evaluated too."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
 
-from jmp_kit.casting._differentiated import as_traced, closed_over, is_smooth, no_tangent
 from jmp_kit.casting._evaluator import Site, traced_and_run
 from jmp_kit.casting._state import STATE
 from jmp_kit.programs._flow import bodies_of
-from jmp_kit.programs._jaxpr import settled
+from jmp_kit.programs._jaxpr import cut_out, settled
+
+
+def as_traced(eqn: JaxprEqn) -> tuple[Callable[..., Sequence[Any]], list[Any]]:
+    """A call as a function of all its operands, and the dtypes it was traced with."""
+    [body] = bodies_of(eqn)
+    function, invars = cut_out(body.jaxpr, [eqn], eqn.outvars)
+    positions = [eqn.invars.index(var) for var in invars]
+    dtypes = [atom.aval.dtype for atom in eqn.invars]
+    return lambda *args: function(*(args[i] for i in positions)), dtypes
+
+
+def closed_over(eqn: JaxprEqn) -> int:
+    """How many operands, the first ones, the function closes over: JAX differentiates by none."""
+    count: int = eqn.params["num_consts"]
+    return count
+
+
+def is_smooth(x: Any) -> bool:
+    """Whether it has a derivative."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def no_tangent(x: Any) -> Any:
+    """The tangent of what has no derivative."""
+    return np.zeros(np.shape(x), jax.dtypes.float0)
 
 
 def _of_smooth(values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:

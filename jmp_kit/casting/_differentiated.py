@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from jmp_kit.casting._custom_derivatives import as_traced, closed_over, is_smooth, no_tangent
 from jmp_kit.programs._flow import bodies_of
-from jmp_kit.programs._jaxpr import cut_out, opened, shape_of, subjaxprs
+from jmp_kit.programs._jaxpr import every_equation, opened, shape_of
 
 Function = Callable[..., list[Any]]  # from arrays to arrays
 
@@ -74,31 +74,6 @@ def differentiated_first(
     return call(*arrays)
 
 
-def as_traced(eqn: JaxprEqn) -> tuple[Callable[..., Sequence[Any]], list[Any]]:
-    """A call as a function of all its operands, and the dtypes it was traced with."""
-    [body] = bodies_of(eqn)
-    function, invars = cut_out(body.jaxpr, [eqn], eqn.outvars)
-    positions = [eqn.invars.index(var) for var in invars]
-    dtypes = [atom.aval.dtype for atom in eqn.invars]
-    return lambda *args: function(*(args[i] for i in positions)), dtypes
-
-
-def closed_over(eqn: JaxprEqn) -> int:
-    """How many operands, the first ones, the function closes over: JAX differentiates by none."""
-    count: int = eqn.params["num_consts"]
-    return count
-
-
-def is_smooth(x: Any) -> bool:
-    """Whether it has a derivative."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def no_tangent(x: Any) -> Any:
-    """The tangent of what has no derivative."""
-    return np.zeros(np.shape(x), jax.dtypes.float0)
-
-
 def _materialized(x: Any) -> Any:
     return jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
 
@@ -109,13 +84,11 @@ def _is_float0(x: Any) -> bool:
 
 def _with_rules(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Calls of functions with a rule of their own."""
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name in ("custom_vjp_call", "custom_jvp_call"):
+    for eqn, calls in every_equation(jaxpr):
+        # The axes of a shard_map are not there to try what is inside.
+        mapped = any(call.primitive.name == "shard_map" for call in calls)
+        if eqn.primitive.name in ("custom_vjp_call", "custom_jvp_call") and not mapped:
             yield eqn
-        if name != "shard_map":  # whose axes are not there to try them
-            for inner in subjaxprs(eqn):
-                yield from _with_rules(inner)
 
 
 def _definition(eqn: JaxprEqn) -> Hashable:

@@ -1,7 +1,7 @@
 """What a program asks for that its user may not have meant."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp_kit._loss_scale import SCALED
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import subjaxprs
+from jmp_kit.programs._jaxpr import every_equation
 from jmp_kit.programs._marks import is_backward, marked_dtype, names_in, stack_of
 
 _HALVES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -24,7 +24,11 @@ def warn_of(
     paths_of: Callable[[], list[str]],
 ) -> None:
     """Warn of products in float64, of another half, and of float16 gradients without a scale."""
-    products = list(_products(jaxpr, flow))
+    products = [
+        (eqn, stack_of(eqn, calls))
+        for eqn, calls in every_equation(jaxpr)
+        if eqn.primitive.name in flow.products
+    ]
     wide = sum(jnp.dtype(jnp.float64) in _operands(eqn) for eqn, _ in products)
     named = zip(arrays, paths_of() if wide else (), strict=False)
     if at_fault := [path for x, path in named if x.dtype == jnp.float64]:
@@ -52,16 +56,6 @@ def warn_of(
             "below 6e-8 are zero. Write jmp_kit.value_and_grad(loss_fn, loss_scale) for "
             "jax.value_and_grad, or compute in bfloat16, which needs no scale."
         )
-
-
-def _products(
-    jaxpr: Jaxpr, flow: Flow, calls: tuple[JaxprEqn, ...] = ()
-) -> Iterator[tuple[JaxprEqn, str]]:
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in flow.products:
-            yield eqn, stack_of(eqn, calls)
-        for inner in subjaxprs(eqn):
-            yield from _products(inner, flow, (*calls, eqn))
 
 
 def _operands(eqn: JaxprEqn) -> set[Any]:

@@ -196,14 +196,8 @@ def _exactly(function: Callable[[jax.Array], Any], x: Any) -> Any:
 
 def _largest(x: Any) -> float:
     """Of the magnitudes; found by bits, for arithmetic takes subnormal numbers for zero."""
-    dtype = np.asarray(x).dtype
-    whole = jnp.dtype(f"uint{8 * dtype.itemsize}")
-
-    def largest(x: jax.Array) -> jax.Array:
-        bits = lax.bitcast_convert_type(x, whole) & whole.type(2 ** (8 * dtype.itemsize - 1) - 1)
-        return jnp.max(bits, initial=0)
-
-    return float(np.asarray(_exactly(largest, x), whole).view(dtype))
+    bits = np.asarray(_exactly(lambda x: jnp.max(_bits(x), initial=0), x))
+    return float(bits.view(np.asarray(x).dtype))
 
 
 def floating(dtype: DTypeLike) -> np.dtype:
@@ -232,6 +226,13 @@ def _histogram(x: jax.Array) -> ExponentHistogram:
     return ExponentHistogram(counts[:size], zeros, nonfinite)
 
 
+def _bits(x: jax.Array) -> jax.Array:
+    """Of a magnitude, as a whole number: they are in the same order."""
+    width = 8 * x.dtype.itemsize
+    whole = jnp.dtype(f"uint{width}")
+    return lax.bitcast_convert_type(x, whole) & whole.type(2 ** (width - 1) - 1)
+
+
 def _magnitude(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Whether x is not zero, its exponent, and |x| / 2^exponent in [1, 2), of its bits.
 
@@ -241,7 +242,7 @@ def _magnitude(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         x = x.astype(jnp.float32)  # in which none of theirs is subnormal
     info = jnp.finfo(x.dtype)
     digits, whole = info.nmant, jnp.dtype(f"uint{info.bits}")
-    bits = lax.bitcast_convert_type(x, whole) & whole.type(2 ** (info.bits - 1) - 1)
+    bits = _bits(x)
     raw, fraction = bits >> digits, bits & whole.type(2**digits - 1)
     # How far the first 1 of a subnormal fraction is from where the hidden one would be.
     shift = lax.clz(fraction) - whole.type(info.bits - 1 - digits)

@@ -22,6 +22,7 @@ from jmp_kit.programs import (
     program_of,
     scan_counts,
     stack_of,
+    where_rows,
 )
 
 
@@ -219,11 +220,7 @@ def _where(goes_on: Any, new: _Value, old: _Value) -> _Value:
     """What a loop carries on; of several in one, as vmap makes them, some have ended."""
     if not goes_on.shape:
         return new
-    value = jnp.where(
-        goes_on.reshape(goes_on.shape + (1,) * (new.value.ndim - goes_on.ndim)),
-        new.value,
-        old.value,
-    )
+    value = where_rows(goes_on, new.value, old.value)
     cause = _first((old.cause, new.cause)) if kind_of(value) else None
     return _Value(value, cause, new.paths | old.paths)
 

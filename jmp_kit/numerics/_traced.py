@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jmp_kit.numerics._sources import source_of
 from jmp_kit.programs import (
     PRODUCTS,
     Flow,
+    every_equation,
     is_backward,
     names_in,
     products_in,
@@ -40,22 +41,15 @@ def audit_traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Audit:
             opaque.append(f"{kind} {source} {path}".rstrip())
             rounds = math.prod(getattr(eqn.params.get("grid_mapping"), "grid", ()))
             times *= rounds if isinstance(rounds, int) else 1
-            products += [_product(e, source, path, backward, times) for e in _within(eqn)]
+            within = (e for jaxpr in subjaxprs(eqn) for e, _ in every_equation(jaxpr))
+            held = [e for e in within if e.primitive.name in PRODUCTS]
+            products += [_product(e, source, path, backward, times) for e in held]
             continue
         # A weight's gradient takes no weight: it is called as the forward product of its line.
         if backward and not names_in(stack) and len(forward[source]) == 1:
             [path] = forward[source]
         products.append(_product(eqn, source, path, backward, times))
     return Audit("traced", jax.default_backend(), tuple(products), tuple(opaque))
-
-
-def _within(eqn: Any) -> Iterator[Any]:
-    """The products that a call holds, however deep."""
-    for jaxpr in subjaxprs(eqn):
-        for inner in jaxpr.eqns:
-            if inner.primitive.name in PRODUCTS:
-                yield inner
-            yield from _within(inner)
 
 
 def _product(eqn: Any, source: str, path: str, backward: bool, times: int) -> Product:

@@ -13,10 +13,12 @@ from jmp_kit.programs._flow import Body as Body
 from jmp_kit.programs._flow import Flow as Flow
 from jmp_kit.programs._flow import bodies_of as bodies_of
 from jmp_kit.programs._jaxpr import cut_out as cut_out
+from jmp_kit.programs._jaxpr import every_equation as every_equation
 from jmp_kit.programs._jaxpr import is_var as is_var
 from jmp_kit.programs._jaxpr import pruned as pruned
 from jmp_kit.programs._jaxpr import scan_counts as scan_counts
 from jmp_kit.programs._jaxpr import subjaxprs as subjaxprs
+from jmp_kit.programs._jaxpr import where_rows as where_rows
 from jmp_kit.programs._marks import is_backward as is_backward
 from jmp_kit.programs._marks import marked_dtype as marked_dtype
 from jmp_kit.programs._marks import names_in as names_in

@@ -118,6 +118,16 @@ def subjaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield opened(item)[0]
 
 
+def every_equation(
+    jaxpr: Jaxpr, calls: tuple[JaxprEqn, ...] = ()
+) -> Iterator[tuple[JaxprEqn, tuple[JaxprEqn, ...]]]:
+    """The equations of a jaxpr, however deep, and those that each is inside of, outermost first."""
+    for eqn in jaxpr.eqns:
+        yield eqn, calls
+        for inner in subjaxprs(eqn):
+            yield from every_equation(inner, (*calls, eqn))
+
+
 def primitive_names(jaxpr: Jaxpr) -> set[str]:
     """The names of all primitives in a jaxpr, however deep."""
     return set().union(*map(names_within, jaxpr.eqns))
@@ -208,6 +218,11 @@ def cut_out(
 def retyped(atom: Atom, dtype: Any) -> Var:
     """A new variable of the same shape and sharding, in another dtype."""
     return Var(atom.aval.update(dtype=dtype, weak_type=False))
+
+
+def where_rows(flags: Any, x: Any, y: Any) -> Any:
+    """Of two arrays, the rows of the first where a flag for each is set."""
+    return jnp.where(flags.reshape(flags.shape + (1,) * (x.ndim - flags.ndim)), x, y)
 
 
 def cast(x: Any, dtype: Any) -> Any:
