@@ -26,9 +26,10 @@ function changes in nnx models, `_full_precision` marks what is to be left alone
 
 from jmp_kit.casting._autocast import autocast as autocast
 from jmp_kit.casting._autocast import autocast_method as autocast_method
-from jmp_kit.casting._autocast import stored_values as stored_values
-from jmp_kit.casting._evaluator import Stored as Stored
+from jmp_kit.casting._autocast import plans_of as plans_of
 from jmp_kit.casting._full_precision import full_precision as full_precision
 from jmp_kit.casting._models import arrays_of as arrays_of
 from jmp_kit.casting._models import changed as changed
 from jmp_kit.casting._models import set_arrays as set_arrays
+from jmp_kit.casting._plan import Plan as Plan
+from jmp_kit.casting._plan import Stored as Stored

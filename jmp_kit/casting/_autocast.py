@@ -1,30 +1,19 @@
-"""`autocast` itself: from a function to a jaxpr and back."""
+"""`autocast` itself, and what it is called with, checked."""
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Primitive, Var, primitives
 from jax.typing import DTypeLike
 
 from jmp_kit._policy import Policy, policy_to_compute
-from jmp_kit._tree import is_array
-from jmp_kit.casting._differentiated import differentiated_first, has_bound_rules
-from jmp_kit.casting._evaluate import Evaluation
-from jmp_kit.casting._evaluator import Known, Stored
-from jmp_kit.casting._full_precision import full_precision
+from jmp_kit.casting._casting import Casting
 from jmp_kit.casting._misused import NO_CONTEXT, check_function, policy_alone
-from jmp_kit.casting._models import holds_models, on_models
-from jmp_kit.casting._state import STATE, States
-from jmp_kit.casting._warned import warn_of
-from jmp_kit.programs._arguments import eval_shape, flattened, paths_of_arrays
+from jmp_kit.casting._plan import Plan
+from jmp_kit.programs._arguments import eval_shape
 from jmp_kit.programs._flow import PRODUCTS, Flow
-from jmp_kit.programs._jaxpr import cast, is_float32, opened, primitive_names
-from jmp_kit.programs._rules import Rules
 
 
 def autocast(
@@ -107,11 +96,11 @@ def autocast(
         )
     check_function(fun)
     policy = policy_to_compute(policy)
-    plan = _Plan(fun, policy, _compiled(rules or {}), Flow(_names(products)), recompute)
+    casting = Casting(fun, policy, _compiled(rules or {}), Flow(_names(products)), recompute)
 
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        return plan.evaluated(args, kwargs, notes=None)
+        return casting.evaluated(args, kwargs)
 
     return autocast_fun
 
@@ -136,123 +125,22 @@ def autocast_method(
     fun: Callable[..., Any], policy: Policy, rules: Mapping[str, Policy | str | DTypeLike]
 ) -> Callable[..., Any]:
     """`autocast` of a method of a module; a rule may name what this method does not use."""
-    plan = _Plan(fun, policy, _compiled(rules), Flow(PRODUCTS), recompute=True, of_module=True)
-    return lambda *args, **kwargs: plan.evaluated(args, kwargs, notes=None)
+    casting = Casting(fun, policy, _compiled(rules), Flow(PRODUCTS), recompute=True, of_module=True)
+    return lambda *args, **kwargs: casting.evaluated(args, kwargs)
 
 
-def stored_values(
+def plans_of(
     fun: Callable[..., Any],
     policy: Policy | str | DTypeLike,
     *args: Any,
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
     **kwargs: Any,
-) -> list[Stored]:
-    """What `autocast(fun, policy, rules=rules)` stores of these arguments, in which dtype, why."""
-    plan = _Plan(fun, policy_to_compute(policy), _compiled(rules or {}), Flow(PRODUCTS), True)
-    notes: dict[Var, Stored] = {}
-    eval_shape(lambda *args, **kwargs: plan.evaluated(args, kwargs, notes), *args, **kwargs)
-    return list(notes.values())
-
-
-class _Plan(NamedTuple):
-    """A function and how it is to be evaluated."""
-
-    fun: Callable[..., Any]
-    policy: Policy
-    dtypes: Mapping[re.Pattern[str], np.dtype]
-    flow: Flow
-    recompute: bool
-    of_module: bool = False  # see Rules
-
-    @property
-    def halves(self) -> list[np.dtype]:
-        """What is computed in and has 16 bits, the policy's first."""
-        dtypes = self.policy.compute_dtype, *self.dtypes.values()
-        return [dtype for dtype in dtypes if jnp.finfo(dtype).bits == 16]
-
-    def evaluated(
-        self,
-        args: Any,
-        kwargs: Any,
-        notes: dict[Var, Stored] | None,
-        paths_of: Callable[[], list[str]] | None = None,
-    ) -> Any:
-        """The function's results; `paths_of` gives its arrays' paths, if they are not its own."""
-        fun, policy, dtypes = self.fun, self.policy, self.dtypes
-        if holds_models((args, kwargs)):
-            internal = policy.with_output_dtype(jnp.float32)
-
-            def run(function: Callable[..., Any], paths: list[str], *values: Any) -> Any:
-                inner = self._replace(fun=function, policy=internal)
-                return inner.evaluated(values, {}, notes, lambda: paths)
-
-            outputs = on_models(fun, run, args, kwargs)
-            return jax.tree.map(lambda x: _leaving(x, policy) if is_array(x) else x, outputs)
-        if not self.halves:
-            with full_precision():  # within another autocast, the innermost policy wins
-                outputs = fun(*args, **kwargs)
-            return jax.tree.map(lambda x: _leaving(x, policy) if is_array(x) else x, outputs)
-        if jnp.float16 in self.halves and jax.default_backend() == "tpu":
-            raise ValueError(_NO_FLOAT16)
-        flat, arrays, structure = flattened(fun, args, kwargs)
-        paths_of = paths_of or functools.partial(paths_of_arrays, fun, args, kwargs)
-        paths = paths_of() if dtypes else []
-        program = self._program(flat, arrays, paths)
-        rebuilt = structure()
-        warn_of(program[0], self.flow, self.halves, arrays, paths_of)
-
-        def results(*values: Any) -> list[Any]:
-            return self._results(program, values, 0, notes)
-
-        def pulled_back(function: Any, values: Any, cotangents: Any) -> list[Any]:
-            given = [*values, *cotangents]
-            internal = self._replace(policy=policy.with_output_dtype(jnp.float32))
-            gradient = internal._program(function, given, [*paths, *("" for _ in cotangents)])
-            return internal._results(gradient, given, len(cotangents), None)
-
-        if has_bound_rules(program[0]):
-            return rebuilt(differentiated_first(flat, arrays, results, pulled_back))
-        return rebuilt(results(*arrays))
-
-    def _program(
-        self, function: Callable[..., list[Any]], arrays: Any, paths: list[str]
-    ) -> tuple[Jaxpr, list[Any]]:
-        jaxpr, consts = opened(jax.make_jaxpr(function)(*arrays))
-        _require_primitives(self.flow.products, jaxpr)
-        if self.dtypes:
-            unmarked = self.halves[0]
-            rules = Rules(
-                self.dtypes, self.policy.compute_dtype, unmarked, self.flow, self.of_module
-            )
-            jaxpr = rules.marked(jaxpr, paths)
-        return jaxpr, consts
-
-    def _results(
-        self,
-        program: tuple[Jaxpr, list[Any]],
-        values: Sequence[Any],
-        cotangents: int,
-        notes: dict[Var, Stored] | None,
-    ) -> list[Any]:
-        """Of these values, the last of which are cotangents: made of products, and no state."""
-        jaxpr, consts = program
-        made = [i >= len(values) - cotangents for i in range(len(values))]
-        known = Known(
-            depends=made,
-            origins=[0 if flag else STATE for flag in made],
-            reaches=[False] * len(jaxpr.outvars),
-            whole=[True] * len(jaxpr.outvars),
-        )
-        evaluation = Evaluation(self.halves[0], self.flow, self.recompute, States(self.flow), notes)
-        results = evaluation.run(jaxpr, consts, values, known)
-        return [
-            cast(x, self.policy.output_dtype) if is_float32(atom) else x
-            for x, atom in zip(results, jaxpr.outvars, strict=True)
-        ]
-
-
-def _leaving(x: Any, policy: Policy) -> Any:
-    return cast(x, policy.output_dtype) if x.dtype == jnp.float32 else x
+) -> list[Plan]:
+    """What `autocast(fun, policy, rules=rules)` makes of these arguments, which may be abstract."""
+    casting = Casting(fun, policy_to_compute(policy), _compiled(rules or {}), Flow(PRODUCTS), True)
+    plans: list[Plan] = []
+    eval_shape(lambda *args, **kwargs: casting.evaluated(args, kwargs, plans), *args, **kwargs)
+    return plans
 
 
 def _compiled(rules: Mapping[str, Any]) -> dict[re.Pattern[str], np.dtype]:
@@ -283,20 +171,3 @@ def _names(products: Iterable[str]) -> frozenset[str]:
                 '{"my_primitive"}, with the name that a jaxpr shows.'
             )
     return names
-
-
-def _require_primitives(names: frozenset[str], jaxpr: Jaxpr) -> None:
-    exported = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
-    if unknown := names - PRODUCTS - exported:
-        used = primitive_names(jaxpr)
-        for name in sorted(unknown - used):
-            raise ValueError(
-                f"products holds {name!r}, which is no primitive that JAX exports, nor one that "
-                f"this function uses, so it changes nothing. It uses {', '.join(sorted(used))}."
-            )
-
-
-_NO_FLOAT16 = (
-    "TPUs do not multiply in float16: products would be computed in another format, slowly, with a "
-    'loss scale for nothing. Write "mixed_bfloat16" for "mixed_float16"; it needs no loss scale.'
-)

@@ -6,19 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
 
 from jmp_kit.casting._custom_derivatives import custom_jvp, custom_vjp
-from jmp_kit.casting._evaluator import ANEW, CARRIED, LEADS, SMALL, UPDATED, Site
-from jmp_kit.casting._parts import parts_of
-from jmp_kit.casting._state import STATE
-from jmp_kit.programs._flow import Body, bodies_of
-from jmp_kit.programs._jaxpr import cast, is_float32, is_small, scan_counts, settled, where_rows
+from jmp_kit.casting._site import Site
+from jmp_kit.programs._jaxpr import cast, scan_counts, settled, shape_of, where_rows
 
 
 def _jit(site: Site) -> Sequence[Any]:
-    [body] = bodies_of(site.eqn)
-    function, params = site.inside(body), site.eqn.params
+    function, params = site.inside(), site.eqn.params
     function.__name__ = params["name"]
     return jax.jit(
         function,
@@ -36,19 +31,17 @@ def _specified(shardings: Sequence[Any]) -> Any:
 
 
 def _checkpoint(site: Site) -> Sequence[Any]:
-    [body] = bodies_of(site.eqn)
     return jax.checkpoint(
-        site.inside(body),
+        site.inside(),
         prevent_cse=site.eqn.params["prevent_cse"],
         policy=site.eqn.params["policy"],
     )(*site.operands)
 
 
 def _shard_map(site: Site) -> Sequence[Any]:
-    [body] = bodies_of(site.eqn)
     params = site.eqn.params
     return jax.shard_map(
-        site.inside(body),
+        site.inside(),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
@@ -59,14 +52,12 @@ def _shard_map(site: Site) -> Sequence[Any]:
 
 def _opened(site: Site) -> Sequence[Any]:
     """What it is made of: who has a composite as one has it in the dtypes it was traced with."""
-    [body] = bodies_of(site.eqn)
-    return site.inside(body)(*site.operands)
+    return site.inside()(*site.operands)
 
 
 def _custom_vmap(site: Site) -> Sequence[Any]:
     """A call of a function with a rule of its own for `jax.vmap`, which runs as it was traced."""
-    [body] = bodies_of(site.eqn)
-    function = site.inside(body)
+    function = site.inside()
     call = jax.custom_batching.custom_vmap(function)
     dtypes, tree = [atom.aval.dtype for atom in site.eqn.invars], site.eqn.params["in_tree"]
     expected = [x.dtype for x in jax.eval_shape(function, *site.operands)]
@@ -83,7 +74,7 @@ def _custom_vmap(site: Site) -> Sequence[Any]:
 
 def _cond(site: Site) -> Sequence[Any]:
     index, *operands = site.operands
-    branches = [site.inside(body) for body in bodies_of(site.eqn)]
+    branches = [site.inside(i) for i in range(len(site.call.bodies))]
     natural = zip(*(jax.eval_shape(branch, *operands) for branch in branches), strict=True)
     # Half where every branch gives half, else as traced.
     dtypes = [
@@ -98,18 +89,16 @@ def _cond(site: Site) -> Sequence[Any]:
 
 
 def _scan(site: Site) -> Sequence[Any]:
-    [body] = bodies_of(site.eqn)
     n_consts, n_carry = scan_counts(site.eqn)
     consts, start, xs = _parted(site.operands, n_consts, n_carry)
-    dtypes = _carry_dtypes(site, body)
-    function = site.inside(body)
+    dtypes, function = site.call.carried, site.inside()
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         results = function(*consts, *carry, *x)
         # What is stacked for products alone is stacked in half, state too.
         ys = [
-            cast(y, site.evaluator.half) if multiplied else y
-            for y, multiplied in zip(results, site.multiplied, strict=True)
+            cast(y, site.call.half) if multiplied else y
+            for y, multiplied in zip(results, site.call.multiplied, strict=True)
         ]
         return settled(results[:n_carry], dtypes), ys[n_carry:]
 
@@ -119,25 +108,17 @@ def _scan(site: Site) -> Sequence[Any]:
 
 
 def _while(site: Site) -> Sequence[Any]:
-    condition, body = bodies_of(site.eqn)
     n_cond, n_body = site.eqn.params["cond_nconsts"], site.eqn.params["body_nconsts"]
     cond_consts, body_consts, start = _parted(site.operands, n_cond, n_body)
-    dtypes = _carry_dtypes(site, body)
-    # The condition gets what the body makes of its variables.
-    inside = site.known_inside(body)
-    known = site.known._replace(
-        depends=[*site.known.depends[: n_cond + n_body], *inside.depends[n_body:]],
-        origins=[*site.known.origins[: n_cond + n_body], *inside.origins[n_body:]],
-    )
-    test = site._replace(known=known).inside(condition)
-    step = site.inside(body)
+    dtypes, test, step = site.call.carried, site.inside(0), site.inside(1)
+    are_several = bool(shape_of(site.call.bodies[0][0].jaxpr.outvars[0]))
 
     def goes_on(carry: list[Any]) -> Any:
         return jnp.any(test(*cond_consts, *carry)[0])
 
     def one_round(carry: list[Any]) -> list[Any]:
         new = settled(step(*body_consts, *carry), dtypes)
-        if not condition.jaxpr.outvars[0].aval.shape:
+        if not are_several:
             return new
         # Of several loops in one, as vmap makes them, some have ended.
         goes = test(*cond_consts, *carry)[0]
@@ -149,36 +130,6 @@ def _while(site: Site) -> Sequence[Any]:
 def _parted(operands: Sequence[Any], first: int, second: int) -> tuple[list[Any], ...]:
     parts = operands[:first], operands[first : first + second], operands[first + second :]
     return tuple(map(list, parts))
-
-
-def _carry_dtypes(site: Site, body: Body) -> list[Any]:
-    """Half what depends on a product, feeds one in the body itself, is large and made anew."""
-    flow, known = site.evaluator.flow, site.known_inside(body)
-    within = flow.body_outputs(body, [False] * len(site.eqn.outvars))
-    feeds = flow.reaching(body.jaxpr, within)
-    segments = [
-        [e for e in part if not flow.is_product(e) and not flow.holds_product(e)]
-        for part in parts_of(body.jaxpr.eqns, flow)
-    ]
-    dtypes = []
-    for result, variable in body.carried:
-        var, made = body.jaxpr.invars[variable], body.jaxpr.outvars[result]
-        dtype = var.aval.dtype
-        if is_float32(var) and known.depends[variable] and var in feeds:
-            beside = [e for s in segments if _takes_part(s, (var, made)) for e in s]
-            if known.whole[result]:
-                why = UPDATED if known.origins[variable] & STATE else LEADS
-            elif is_small(var, beside):
-                why = SMALL
-            else:
-                dtype, why = site.evaluator.half, ANEW
-            site.evaluator.note(site.eqn, var, dtype, f"{CARRIED}, {why}")
-        dtypes.append(dtype)
-    return dtypes
-
-
-def _takes_part(segment: Sequence[JaxprEqn], atoms: Sequence[Any]) -> bool:
-    return any(a is b for e in segment for a in (*e.invars, *e.outvars) for b in atoms)
 
 
 CALLS: dict[str, Callable[[Site], Sequence[Any]]] = {

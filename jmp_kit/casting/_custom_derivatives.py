@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jmp_kit.casting._evaluator import Site, traced_and_run
+from jmp_kit.casting._site import Site
 from jmp_kit.casting._state import STATE
 from jmp_kit.programs._flow import bodies_of
 from jmp_kit.programs._jaxpr import cut_out, settled
@@ -47,14 +47,13 @@ def _of_smooth(values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
 
 def custom_jvp(site: Site) -> Sequence[Any]:
     """A call of a function with a rule of its own for `jax.jvp`."""
-    [body] = bodies_of(site.eqn)
     closed = closed_over(site.eqn)
     constants, given = site.operands[:closed], site.operands[closed:]
-    call = jax.custom_jvp(functools.partial(site.inside(body), *constants))
+    call = jax.custom_jvp(functools.partial(site.inside(), *constants))
     call_as_traced, dtypes = as_traced(site.eqn)
     smooth = [i for i, a in enumerate(site.eqn.invars) if i >= closed and is_smooth(a.aval)]
     n_in, outputs = len(site.operands), [var.aval for var in site.eqn.outvars]
-    known = site.known
+    known = site.call.known
 
     @call.defjvp
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -66,8 +65,7 @@ def custom_jvp(site: Site) -> Sequence[Any]:
             values, slopes = jax.jvp(function, args[closed:n_in], tuple(slopes))
             return [*values, *_of_smooth(slopes, outputs)]
 
-        results, _ = traced_and_run(
-            site.evaluator,
+        results, _ = site.traced_and_run(
             both,
             [*constants, *primals, *(tangents[i - closed] for i in smooth)],
             [*dtypes, *(dtypes[i] for i in smooth)],
@@ -89,14 +87,13 @@ def custom_jvp(site: Site) -> Sequence[Any]:
 
 def custom_vjp(site: Site) -> Sequence[Any]:
     """A call of a function with a rule of its own for `jax.vjp`."""
-    [body] = bodies_of(site.eqn)
     closed = closed_over(site.eqn)
     constants, given = site.operands[:closed], site.operands[closed:]
-    call = jax.custom_vjp(functools.partial(site.inside(body), *constants))
+    call = jax.custom_vjp(functools.partial(site.inside(), *constants))
     call_as_traced, dtypes = as_traced(site.eqn)
     smooth = [i for i, a in enumerate(site.eqn.invars[closed:]) if is_smooth(a.aval)]
     outputs = [var.aval for var in site.eqn.outvars]
-    known = site.known
+    known = site.call.known
     residual_dtypes: list[Any] = []
 
     def forward(*args: Any) -> tuple[list[Any], Any]:
@@ -109,8 +106,7 @@ def custom_vjp(site: Site) -> Sequence[Any]:
             leaves, treedef = jax.tree.flatten(pullback)
             return [*values, *leaves]
 
-        results, found = traced_and_run(
-            site.evaluator,
+        results, found = site.traced_and_run(
             flat,
             [*constants, *args],
             dtypes,
@@ -135,8 +131,7 @@ def custom_vjp(site: Site) -> Sequence[Any]:
             results = jax.tree.unflatten(treedef, args[: len(leaves)])(every)
             return [results[i] for i in smooth]
 
-        results, _ = traced_and_run(
-            site.evaluator,
+        results, _ = site.traced_and_run(
             flat,
             [*leaves, *received],
             [*residual_dtypes, *_of_smooth([a.dtype for a in outputs], outputs)],

@@ -7,7 +7,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from jmp_kit._policy import Policy
-from jmp_kit.casting import Stored, stored_values
+from jmp_kit.casting import Stored, plans_of
 from jmp_kit.numerics._sources import source_of
 from jmp_kit.numerics._tables import count, table
 from jmp_kit.programs import is_backward, names_in, stack_of
@@ -99,7 +99,8 @@ def plan(
       >>> [(value.shape, value.why, value.dtype) for value in found.values][0]
       ((4, 2), 'carried by a loop, state', 'float32')
     """
-    return Plan(tuple(map(_row, stored_values(fun, policy, *args, rules=rules, **kwargs))))
+    plans = plans_of(fun, policy, *args, rules=rules, **kwargs)
+    return Plan(tuple(_row(stored) for made in plans for stored in made.every_stored()))
 
 
 def _row(stored: Stored) -> StoredValue:

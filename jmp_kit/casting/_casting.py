@@ -1,0 +1,153 @@
+"""A function under a policy: traced, planned and evaluated."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, Primitive, primitives
+
+from jmp_kit._policy import Policy
+from jmp_kit._tree import is_array
+from jmp_kit.casting._differentiated import differentiated_first, has_bound_rules
+from jmp_kit.casting._evaluate import evaluated
+from jmp_kit.casting._full_precision import full_precision
+from jmp_kit.casting._models import holds_models, on_models
+from jmp_kit.casting._plan import Known, Plan
+from jmp_kit.casting._planner import Planner
+from jmp_kit.casting._state import STATE, States
+from jmp_kit.casting._warned import warn_of
+from jmp_kit.programs._arguments import flattened, paths_of_arrays
+from jmp_kit.programs._flow import PRODUCTS, Flow
+from jmp_kit.programs._jaxpr import cast, is_float32, opened, primitive_names
+from jmp_kit.programs._rules import Rules
+
+
+class Casting(NamedTuple):
+    """A function and how it is to be evaluated."""
+
+    fun: Callable[..., Any]
+    policy: Policy
+    dtypes: Mapping[re.Pattern[str], np.dtype]
+    flow: Flow
+    recompute: bool
+    of_module: bool = False  # see Rules
+
+    @property
+    def halves(self) -> list[np.dtype]:
+        """What is computed in and has 16 bits, the policy's first."""
+        dtypes = self.policy.compute_dtype, *self.dtypes.values()
+        return [dtype for dtype in dtypes if jnp.finfo(dtype).bits == 16]
+
+    def evaluated(
+        self,
+        args: Any,
+        kwargs: Any,
+        plans: list[Plan] | None = None,
+        paths_of: Callable[[], list[str]] | None = None,
+    ) -> Any:
+        """The function's results.
+
+        Args:
+          args, kwargs: what it is called with.
+          plans: takes the plans that are made.
+          paths_of: gives the paths of its arrays, if they are not its own.
+        """
+        fun, policy, dtypes = self.fun, self.policy, self.dtypes
+        if holds_models((args, kwargs)):
+            internal = policy.with_output_dtype(jnp.float32)
+
+            def run(function: Callable[..., Any], paths: list[str], *values: Any) -> Any:
+                inner = self._replace(fun=function, policy=internal)
+                return inner.evaluated(values, {}, plans, lambda: paths)
+
+            outputs = on_models(fun, run, args, kwargs)
+            return jax.tree.map(lambda x: _leaving(x, policy) if is_array(x) else x, outputs)
+        if not self.halves:
+            with full_precision():  # within another autocast, the innermost policy wins
+                outputs = fun(*args, **kwargs)
+            return jax.tree.map(lambda x: _leaving(x, policy) if is_array(x) else x, outputs)
+        if jnp.float16 in self.halves and jax.default_backend() == "tpu":
+            raise ValueError(_NO_FLOAT16)
+        flat, arrays, structure = flattened(fun, args, kwargs)
+        paths_of = paths_of or functools.partial(paths_of_arrays, fun, args, kwargs)
+        paths = paths_of() if dtypes else []
+        program = self._program(flat, arrays, paths)
+        rebuilt = structure()
+        warn_of(program[0], self.flow, self.halves, arrays, paths_of)
+
+        def results(*values: Any) -> list[Any]:
+            return self._results(program, values, 0, plans)
+
+        def pulled_back(function: Any, values: Any, cotangents: Any) -> list[Any]:
+            given = [*values, *cotangents]
+            internal = self._replace(policy=policy.with_output_dtype(jnp.float32))
+            gradient = internal._program(function, given, [*paths, *("" for _ in cotangents)])
+            return internal._results(gradient, given, len(cotangents), plans)
+
+        if has_bound_rules(program[0]):
+            return rebuilt(differentiated_first(flat, arrays, results, pulled_back))
+        return rebuilt(results(*arrays))
+
+    def _program(
+        self, function: Callable[..., list[Any]], arrays: Any, paths: list[str]
+    ) -> tuple[Jaxpr, list[Any]]:
+        jaxpr, consts = opened(jax.make_jaxpr(function)(*arrays))
+        _require_primitives(self.flow.products, jaxpr)
+        if self.dtypes:
+            unmarked = self.halves[0]
+            rules = Rules(
+                self.dtypes, self.policy.compute_dtype, unmarked, self.flow, self.of_module
+            )
+            jaxpr = rules.marked(jaxpr, paths)
+        return jaxpr, consts
+
+    def _results(
+        self,
+        program: tuple[Jaxpr, list[Any]],
+        values: Sequence[Any],
+        cotangents: int,
+        plans: list[Plan] | None,
+    ) -> list[Any]:
+        """Of these values, the last of which are cotangents: made of products, and no state."""
+        jaxpr, consts = program
+        made = [i >= len(values) - cotangents for i in range(len(values))]
+        known = Known(
+            depends=made,
+            origins=[0 if flag else STATE for flag in made],
+            reaches=[False] * len(jaxpr.outvars),
+            whole=[True] * len(jaxpr.outvars),
+        )
+        planner = Planner(self.halves[0], self.flow, self.recompute, States(self.flow))
+        plan = planner.plan(jaxpr, known)
+        if plans is not None:
+            plans.append(plan)
+        results = evaluated(plan, consts, values)
+        return [
+            cast(x, self.policy.output_dtype) if is_float32(atom) else x
+            for x, atom in zip(results, jaxpr.outvars, strict=True)
+        ]
+
+
+def _leaving(x: Any, policy: Policy) -> Any:
+    return cast(x, policy.output_dtype) if x.dtype == jnp.float32 else x
+
+
+def _require_primitives(names: frozenset[str], jaxpr: Jaxpr) -> None:
+    exported = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
+    if unknown := names - PRODUCTS - exported:
+        used = primitive_names(jaxpr)
+        for name in sorted(unknown - used):
+            raise ValueError(
+                f"products holds {name!r}, which is no primitive that JAX exports, nor one that "
+                f"this function uses, so it changes nothing. It uses {', '.join(sorted(used))}."
+            )
+
+
+_NO_FLOAT16 = (
+    "TPUs do not multiply in float16: products would be computed in another format, slowly, with a "
+    'loss scale for nothing. Write "mixed_bfloat16" for "mixed_float16"; it needs no loss scale.'
+)

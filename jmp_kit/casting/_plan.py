@@ -1,0 +1,108 @@
+"""The plan: what is to become of a program, as data. Nothing here decides, and nothing computes."""
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from jmp_kit.casting._state import Origins
+from jmp_kit.programs._flow import Body
+
+
+class Known(NamedTuple):
+    """What is known of a program's arguments and results where it is called."""
+
+    depends: Sequence[bool]  # of each argument, whether it depends on a product
+    origins: Sequence[Origins]  # of each argument, of what it is an update
+    reaches: Sequence[bool]  # of each result, whether a product can be reached from it
+    whole: Sequence[bool]  # of each result, whether it is not to be rounded
+
+
+# Why a value is stored as it is.
+ANEW = "made anew"
+MULTIPLIED = "products take it"
+UPDATED = "state"
+LEADS = "a result or state is made of it"
+SMALL = "small"
+CARRIED = "carried by a loop"
+
+
+class Form(enum.Enum):
+    """How a value gets into memory in its dtype."""
+
+    CAST = enum.auto()  # only products take it, so nobody casts it back
+    FUSED = enum.auto()  # in the kernel of a sum that takes it too
+    APART = enum.auto()  # in a kernel of its own
+
+
+class Stored(NamedTuple):
+    """What was decided of a value that leaves a segment, or that a loop carries."""
+
+    eqn: JaxprEqn  # that makes it, or the loop
+    calls: tuple[JaxprEqn, ...]  # that it is inside of, the outermost first
+    var: Var
+    dtype: np.dtype
+    why: str
+    form: Form | None = None  # None of what is not rounded on its way
+
+
+class Barrier(NamedTuple):
+    """Values that XLA is to take as they are stored."""
+
+    eqn: JaxprEqn
+
+
+class Fixed(NamedTuple):
+    """What depends on no product (masks, positions, random bits): computed once, as traced."""
+
+    eqns: Sequence[JaxprEqn]
+    results: Sequence[Var]
+
+
+class Part(NamedTuple):
+    """A segment and the products after it."""
+
+    segment: Sequence[JaxprEqn]
+    made: Sequence[Var]  # what its products, and others, take of the segment's results
+    stored: Mapping[Var, Stored]  # of these
+    products: Sequence[tuple[JaxprEqn, np.dtype | None]]  # what each computes in; a kernel as it is
+    results: Sequence[Var]  # of segment and products, what others take
+    halved: Mapping[Var, np.dtype]  # what only products take of its arguments, to be kept so
+    saveable: Callable[..., bool] | None  # by which primitives what is made is kept for a backward
+    # pass that JAX makes, and the rest is computed again; None: nothing is
+    biases: Mapping[Var, Var]  # of results, what is added: its gradient is a sum over a half one
+
+
+class Call(NamedTuple):
+    """A call, loop or branch that holds products."""
+
+    eqn: JaxprEqn
+    bodies: Sequence[tuple[Body, "Plan"]]  # none if this library does not know how they are called
+    known: Known
+    half: np.dtype
+    carried: Sequence[np.dtype]  # what a loop carries its variables in
+    stored: Sequence[Stored]  # of these, what was decided
+    multiplied: Sequence[bool]  # of each result, whether only products take it, and take it in half
+    plan_of: Callable[[Jaxpr, Known], "Plan"]  # what a rule makes when it is differentiated
+
+
+Step = Barrier | Fixed | Part | Call
+
+
+class Plan(NamedTuple):
+    """A program, step by step. Of its equations some may be there twice: computed again."""
+
+    jaxpr: Jaxpr
+    steps: Sequence[Step]
+
+    def every_stored(self) -> Iterator[Stored]:
+        """What was decided of every value, however deep."""
+        for step in self.steps:
+            if isinstance(step, Part):
+                yield from step.stored.values()
+            elif isinstance(step, Call):
+                yield from step.stored
+                for _, plan in step.bodies:
+                    yield from plan.every_stored()

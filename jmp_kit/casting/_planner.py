@@ -1,0 +1,284 @@
+"""Planning: from a program, and what is known where it is called, to what is to become of it."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from jmp_kit.casting import _plan
+from jmp_kit.casting._biases import bias_of
+from jmp_kit.casting._inline import inlined
+from jmp_kit.casting._parts import acts, is_barrier, parts_of, split_at
+from jmp_kit.casting._plan import Barrier, Call, Fixed, Form, Known, Part, Plan, Step, Stored
+from jmp_kit.casting._repeat import repeating
+from jmp_kit.casting._scans import repeating_scans
+from jmp_kit.casting._state import STATE, Origins, States
+from jmp_kit.casting._worth import costly, is_costly, is_kept, is_linear, reduced, spread, summed
+from jmp_kit.programs._flow import Body, Flow, bodies_of
+from jmp_kit.programs._jaxpr import (
+    is_complex,
+    is_float32,
+    is_small,
+    is_var,
+    size_of,
+    uses_of,
+)
+from jmp_kit.programs._marks import is_backward, marked_dtype, scope_of, stack_of
+
+# What solves to the precision that it was asked for, which half has not.
+_SOLVERS = ("custom_linear_solve",)
+
+
+class Program(NamedTuple):
+    """A jaxpr and what is known of its variables."""
+
+    jaxpr: Jaxpr
+    depending: set[Var]  # on a product
+    reaching: set[Var]  # a product
+    origins: Mapping[Var, Origins]  # of what it is an update
+    whole: set[Var]  # not to be rounded
+    taken: set[Var]  # by something that is no product
+    costly: set[Var]  # see `_worth`
+    summed: set[Var]
+    spread: set[Var]
+    uses: Mapping[Var, Sequence[JaxprEqn | None]]  # in order; None for a result of the jaxpr
+    states: States
+
+    def leaving(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
+        """What others take of the results of these equations."""
+        these = set(map(id, eqns))
+        made = (v for e in eqns for v in e.outvars)
+        return [v for v in made if any(id(use) not in these for use in self.uses.get(v, ()))]
+
+    def depends(self, atom: object) -> bool:
+        """Whether it depends on a product."""
+        return atom in self.depending if is_var(atom) else False
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """How to plan: in which 16-bit dtype, with which products, recomputing or not."""
+
+    half: np.dtype
+    flow: Flow
+    recompute: bool
+    states: States
+    # That the program is inside of, the outermost first.
+    calls: tuple[JaxprEqn, ...] = dataclasses.field(default=(), compare=False, repr=False)
+
+    def plan(self, jaxpr: Jaxpr, known: Known) -> Plan:
+        """What is to become of a program."""
+        jaxpr, parts = self._repeated(jaxpr, known.depends)
+        program = self._read(jaxpr, known)
+        stepping = program.states.steps(jaxpr)
+        steps: list[Step] = []
+        there = {*jaxpr.constvars, *jaxpr.invars}
+        for part in parts:
+            if is_barrier(part):
+                steps.append(Barrier(part[0]))
+            elif not self.flow.is_product(part[0]) and self.flow.holds_product(part[0]):
+                steps.append(self._call(program, part[0], stepping))
+            else:
+                fixed = [e for e in part if not self._moves(program, e)]
+                steps.append(Fixed(fixed, program.leaving(fixed)))
+                there.update(v for e in fixed for v in e.outvars)
+                moving = [e for e in part if self._moves(program, e)]
+                steps += self._parts(program, moving, there)
+            there.update(v for e in part for v in e.outvars)
+        return Plan(jaxpr, steps)
+
+    def _repeated(
+        self, jaxpr: Jaxpr, depends: Sequence[bool]
+    ) -> tuple[Jaxpr, list[list[JaxprEqn]]]:
+        """The program, its backward pass with equations that make again what it takes."""
+        if not (self.recompute and any(is_backward(stack_of(e)) for e in jaxpr.eqns)):
+            return jaxpr, parts_of(jaxpr.eqns, self.flow)
+        jaxpr = repeating_scans(inlined(jaxpr, self.flow), self.flow, depends)
+        depending = self.flow.depending(jaxpr, depends)
+        parts = parts_of(jaxpr.eqns, self.flow)
+        parts = list(repeating(parts, self.flow, depending, uses_of(jaxpr)))
+        return jaxpr.replace(eqns=[eqn for part in parts for eqn in part]), parts
+
+    def _read(self, jaxpr: Jaxpr, known: Known) -> Program:
+        depending = self.flow.depending(jaxpr, known.depends)
+        origins = self.states.origins(jaxpr, known.origins, depending)
+        states = self.states.mirrored(jaxpr, origins, depending)
+        if states.shapes != self.states.shapes:
+            origins = states.origins(jaxpr, known.origins, depending)
+        return Program(
+            jaxpr,
+            depending,
+            self.flow.reaching(jaxpr, known.reaches),
+            origins,
+            states.whole(jaxpr, known.whole, origins, depending),
+            self.flow.taken_by_others(jaxpr),
+            costly(jaxpr, self.flow),
+            summed(jaxpr, self.flow),
+            spread(jaxpr, self.flow),
+            uses_of(jaxpr),
+            states,
+        )
+
+    def _moves(self, program: Program, eqn: JaxprEqn) -> bool:
+        return any(map(program.depends, eqn.invars)) or self.flow.is_product(eqn)
+
+    def _parts(
+        self, program: Program, moving: Sequence[JaxprEqn], there: set[Var]
+    ) -> Iterator[Part]:
+        """A segment and the products after it; in two, if the segment takes what it stores."""
+        results = program.leaving(moving)
+        products = [e for e in moving if self.flow.closes(e)]
+        segment = moving[: len(moving) - len(products)]
+        multiplied = {a for e in products for a in e.invars if is_var(a)}
+        leaving = multiplied.union(results)
+        made = [v for e in segment for v in e.outvars if v in leaving]
+        stored = self._stored(program, segment, made)
+        head, rest = split_at(segment, {v for v, s in stored.items() if s.form})
+        if head and rest:
+            yield from self._parts(program, head, there)  # the rest reads what is stored
+            yield from self._parts(program, [*rest, *products], there)
+            return
+        closing = program.reaching.intersection(results)
+        # JAX's checkpoint cannot keep what is complex, the result of an FFT say.
+        once = any(acts(e) or any(map(is_complex, e.outvars)) for e in moving)
+        is_repeated = bool(products or closing) and not is_linear(segment) and not once
+        # What only products take is kept in half, but for arguments: they are there anyway.
+        taken = {a for e in segment for a in e.invars if is_var(a)}
+        given = {*program.jaxpr.invars, *program.jaxpr.constvars} - program.depending
+        unmarked = {a for e in products if not marked_dtype(e) for a in e.invars if is_var(a)}
+        yield Part(
+            segment=segment,
+            made=made,
+            stored=stored,
+            products=[(e, self._dtype_of(e)) for e in products],
+            results=results,
+            halved=dict.fromkeys(filter(is_float32, unmarked - taken - given), self.half),
+            saveable=self._saveable if self.recompute and is_repeated else None,
+            biases=dict(self._biases(program, products, there)),
+        )
+
+    def _saveable(self, primitive: Any, *_: Any, **__: Any) -> bool:
+        # A product in a segment is one of a full-precision region.
+        return primitive.name in self.flow.products or is_kept(primitive.name)
+
+    def _dtype_of(self, eqn: JaxprEqn) -> np.dtype | None:
+        return (marked_dtype(eqn) or self.half) if self.flow.is_product(eqn) else None
+
+    def _biases(
+        self, program: Program, products: Sequence[JaxprEqn], there: set[Var]
+    ) -> Iterator[tuple[Var, Var]]:
+        for result in (v for e in products for v in e.outvars if v in program.costly):
+            bias = bias_of(result, program.uses)
+            if bias in there and bias not in program.depending:
+                yield result, bias
+
+    def _stored(
+        self, program: Program, segment: Sequence[JaxprEqn], made: Sequence[Var]
+    ) -> dict[Var, Stored]:
+        """What of a segment's results is stored in half, or is not though it goes to products."""
+        # XLA fuses a sum with what it is a sum of, unless it had to compute something costly twice.
+        largest_costly = max(
+            (size_of(v) for e in segment if is_costly(e) for v in e.outvars), default=0
+        )
+        found = {v for v in made if v in program.depending and v in program.reaching}
+        found -= reduced(segment) & program.spread
+        found = {v for v in found if is_float32(v) and not is_small(v, segment)}
+
+        def stored(eqn: JaxprEqn, v: Var) -> Stored:
+            if all(use is not None and self.flow.closes(use) for use in program.uses[v]):
+                return Stored(eqn, self.calls, v, self.half, _plan.MULTIPLIED, Form.CAST)
+            if v in program.whole:
+                is_state = program.origins.get(v, 0) & STATE
+                why = _plan.UPDATED if is_state else _plan.LEADS
+                return Stored(eqn, self.calls, v, np.dtype(np.float32), why)
+            is_apart = size_of(v) <= largest_costly or v not in program.summed
+            form = Form.APART if is_apart else Form.FUSED
+            return Stored(eqn, self.calls, v, self.half, _plan.ANEW, form)
+
+        return {v: stored(e, v) for e in segment for v in e.outvars if v in found}
+
+    def _call(self, program: Program, eqn: JaxprEqn, stepping: set[Var]) -> Call:
+        known = Known(
+            depends=[program.depends(a) for a in eqn.invars],
+            origins=[program.origins.get(a, 0) if is_var(a) else 0 for a in eqn.invars],
+            reaches=[v in program.reaching for v in eqn.outvars],
+            whole=[v in program.whole for v in eqn.outvars],
+        )
+        is_step = not stepping.isdisjoint(eqn.outvars)
+        half = marked_dtype(eqn) or self.half
+        states = dataclasses.replace(program.states, stepping=is_step)
+        inside = dataclasses.replace(self, half=half, states=states, calls=(*self.calls, eqn))
+        found = [(body, inside._inside(eqn, body, known)) for body in bodies_of(eqn)]
+        if not found and eqn.primitive.name not in _SOLVERS:
+            where = " in ".join(filter(None, (eqn.primitive.name, scope_of(eqn))))
+            warnings.warn(_UNKNOWN.format(where=where), stacklevel=2)
+        if eqn.primitive.name == "while":  # the condition gets what the body makes
+            (condition, _), (_, within) = found
+            first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+            round_again = known._replace(
+                depends=[*known.depends[:first], *within.depends[-len(eqn.outvars) :]],
+                origins=[*known.origins[:first], *within.origins[-len(eqn.outvars) :]],
+            )
+            found[0] = condition, inside._inside(eqn, condition, round_again)
+        carried = list(inside._carried(eqn, *found[-1])) if found else []
+        return Call(
+            eqn,
+            [(body, inside.plan(body.jaxpr, within)) for body, within in found],
+            known,
+            half,
+            carried=[dtype for dtype, _ in carried],
+            stored=[stored for _, stored in carried if stored],
+            multiplied=[
+                v in program.depending and v not in program.taken and is_float32(v)
+                for v in eqn.outvars
+            ],
+            plan_of=inside.plan,
+        )
+
+    def _inside(self, eqn: JaxprEqn, body: Body, known: Known) -> Known:
+        """What is known of a body's arguments and results, in any round of a loop."""
+        origins = self.states.body_inputs(eqn, body, known.origins, known.depends)
+        return Known(
+            self.flow.body_inputs(body, known.depends),
+            origins,
+            self.flow.body_outputs(body, known.reaches),
+            self.states.body_outputs(body, known.whole, origins),
+        )
+
+    def _carried(
+        self, eqn: JaxprEqn, body: Body, known: Known
+    ) -> Iterator[tuple[np.dtype, Stored | None]]:
+        """Half what depends on a product, feeds one in the body itself, is large and made anew."""
+        within = self.flow.body_outputs(body, [False] * len(eqn.outvars))
+        feeds = self.flow.reaching(body.jaxpr, within)
+        segments = [
+            [e for e in part if not self.flow.is_product(e) and not self.flow.holds_product(e)]
+            for part in parts_of(body.jaxpr.eqns, self.flow)
+        ]
+        for result, variable in body.carried:
+            var, made = body.jaxpr.invars[variable], body.jaxpr.outvars[result]
+            if not (is_float32(var) and known.depends[variable] and var in feeds):
+                yield var.aval.dtype, None
+                continue
+            beside = [e for s in segments if _takes_part(s, (var, made)) for e in s]
+            dtype = np.dtype(np.float32)
+            if known.whole[result]:
+                why = _plan.UPDATED if known.origins[variable] & STATE else _plan.LEADS
+            elif is_small(var, beside):
+                why = _plan.SMALL
+            else:
+                dtype, why = self.half, _plan.ANEW
+            yield dtype, Stored(eqn, self.calls[:-1], var, dtype, f"{_plan.CARRIED}, {why}")
+
+
+def _takes_part(segment: Sequence[JaxprEqn], atoms: Sequence[object]) -> bool:
+    return any(a is b for e in segment for a in (*e.invars, *e.outvars) for b in atoms)
+
+
+_UNKNOWN = (
+    "autocast does not know how {where} calls what is inside it, so the products there run as they "
+    "were traced. If that is meant, say so: with jmp_kit.full_precision(): …"
+)
