@@ -102,18 +102,25 @@ def value_and_grad_by(
     """`value_and_grad` by another derivative: `grad_of(f)` gives the gradient and `f`'s second."""
     _check(fun, loss_scale)
 
-    def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        scaled = not isinstance(loss_scale, NoOpLossScale)
-        with jax.named_scope(SCALED) if scaled else contextlib.nullcontext():
-            value = fun(*args, **kwargs)
-        loss = _loss_of(value, has_aux)
-        return loss_scale.scale(loss), value
+    def derive(fun: Callable[..., Any]) -> Callable[..., Any]:
+        def scaled(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            scaled = not isinstance(loss_scale, NoOpLossScale)
+            with jax.named_scope(SCALED) if scaled else contextlib.nullcontext():
+                value = fun(*args, **kwargs)
+            loss = _loss_of(value, has_aux)
+            return loss_scale.scale(loss), value
 
-    scaled_grad = grad_of(scaled)
+        return grad_of(scaled)
+
+    # What autocast gave plans the whole gradient, which it does not see of a plain `jax.grad`.
+    planned = getattr(fun, "differentiated", None)
 
     @functools.wraps(fun)
     def value_and_unscaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        grads, value = scaled_grad(*args, **kwargs)
+        if planned:
+            grads, value = planned(derive, args, kwargs)
+        else:
+            grads, value = derive(fun)(*args, **kwargs)
         return value, loss_scale.unscale(jax.tree.map(at_least_float32, grads))
 
     return value_and_unscaled_grad

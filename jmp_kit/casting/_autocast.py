@@ -102,6 +102,7 @@ def autocast(
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         return casting.evaluated(args, kwargs)
 
+    autocast_fun.differentiated = casting.differentiated  # type: ignore[attr-defined]
     return autocast_fun
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Primitive, primitives
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun, primitives
 
 from jmp_kit._policy import Policy
 from jmp_kit._tree import is_array
@@ -19,7 +19,7 @@ from jmp_kit.casting._models import holds_models, on_models
 from jmp_kit.casting._plan import Known, Plan
 from jmp_kit.casting._planner import Planner
 from jmp_kit.casting._state import STATE, States
-from jmp_kit.casting._warned import warn_of
+from jmp_kit.casting._warned import warn_of, warn_of_unscaled
 from jmp_kit.programs._arguments import flattened, paths_of_arrays
 from jmp_kit.programs._flow import PRODUCTS, Flow
 from jmp_kit.programs._jaxpr import cast, is_float32, opened, primitive_names
@@ -35,6 +35,7 @@ class Casting(NamedTuple):
     flow: Flow
     recompute: bool
     of_module: bool = False  # see Rules
+    is_gradient: bool = False  # taken by jmp_kit, after rules were applied and with a scale chosen
 
     @property
     def halves(self) -> list[np.dtype]:
@@ -56,7 +57,7 @@ class Casting(NamedTuple):
           plans: takes the plans that are made.
           paths_of: gives the paths of its arrays, if they are not its own.
         """
-        fun, policy, dtypes = self.fun, self.policy, self.dtypes
+        fun, policy = self.fun, self.policy
         if holds_models((args, kwargs)):
             internal = policy.with_output_dtype(jnp.float32)
 
@@ -64,20 +65,20 @@ class Casting(NamedTuple):
                 inner = self._replace(fun=function, policy=internal)
                 return inner.evaluated(values, {}, plans, lambda: paths)
 
-            outputs = on_models(fun, run, args, kwargs)
-            return jax.tree.map(lambda x: _leaving(x, policy) if is_array(x) else x, outputs)
+            return self._leaving(on_models(fun, run, args, kwargs))
         if not self.halves:
             with full_precision():  # within another autocast, the innermost policy wins
-                outputs = fun(*args, **kwargs)
-            return jax.tree.map(lambda x: _leaving(x, policy) if is_array(x) else x, outputs)
+                return self._leaving(fun(*args, **kwargs))
         if jnp.float16 in self.halves and jax.default_backend() == "tpu":
             raise ValueError(_NO_FLOAT16)
         flat, arrays, structure = flattened(fun, args, kwargs)
         paths_of = paths_of or functools.partial(paths_of_arrays, fun, args, kwargs)
-        paths = paths_of() if dtypes else []
+        paths = paths_of() if self.dtypes else []
         program = self._program(flat, arrays, paths)
         rebuilt = structure()
         warn_of(program[0], self.flow, self.halves, arrays, paths_of)
+        if not self.is_gradient:
+            warn_of_unscaled(program[0], self.flow, self.halves)
 
         def results(*values: Any) -> list[Any]:
             return self._results(program, values, 0, plans)
@@ -92,12 +93,42 @@ class Casting(NamedTuple):
             return rebuilt(differentiated_first(flat, arrays, results, pulled_back))
         return rebuilt(results(*arrays))
 
+    def differentiated(
+        self, derive: Callable[..., Any], args: Any, kwargs: Any, plans: list[Plan] | None = None
+    ) -> Any:
+        """`derive(fun)(*args, **kwargs)`, its forward and backward pass planned as one program."""
+        if holds_models((args, kwargs)) or not self.halves:
+            return derive(lambda *args, **kwargs: self.evaluated(args, kwargs))(*args, **kwargs)
+
+        @functools.wraps(self.fun)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self.dtypes:
+                return self._leaving(self.fun(*args, **kwargs))
+            # A rule names a product of the forward pass; its mark goes on to those of the backward.
+            flat, arrays, structure = flattened(self.fun, args, kwargs)
+            jaxpr, consts = self._program(flat, arrays, paths_of_arrays(self.fun, args, kwargs))
+            results = jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(*arrays)
+            return self._leaving(structure()(results))
+
+        internal = self.policy.with_output_dtype(jnp.float32)
+        whole = self._replace(fun=derive(forward), policy=internal, is_gradient=True)
+        return whole.evaluated(args, kwargs, plans)
+
+    def _leaving(self, outputs: Any) -> Any:
+        """What the function gives, in the policy's dtype."""
+
+        def leaving(x: Any) -> Any:
+            is_wide = is_array(x) and x.dtype == jnp.float32
+            return cast(x, self.policy.output_dtype) if is_wide else x
+
+        return jax.tree.map(leaving, outputs)
+
     def _program(
         self, function: Callable[..., list[Any]], arrays: Any, paths: list[str]
     ) -> tuple[Jaxpr, list[Any]]:
         jaxpr, consts = opened(jax.make_jaxpr(function)(*arrays))
         _require_primitives(self.flow.products, jaxpr)
-        if self.dtypes:
+        if self.dtypes and not self.is_gradient:
             unmarked = self.halves[0]
             rules = Rules(
                 self.dtypes, self.policy.compute_dtype, unmarked, self.flow, self.of_module
@@ -130,10 +161,6 @@ class Casting(NamedTuple):
             cast(x, self.policy.output_dtype) if is_float32(atom) else x
             for x, atom in zip(results, jaxpr.outvars, strict=True)
         ]
-
-
-def _leaving(x: Any, policy: Policy) -> Any:
-    return cast(x, policy.output_dtype) if x.dtype == jnp.float32 else x
 
 
 def _require_primitives(names: frozenset[str], jaxpr: Jaxpr) -> None:

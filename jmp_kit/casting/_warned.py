@@ -23,12 +23,8 @@ def warn_of(
     arrays: Sequence[Any],
     paths_of: Callable[[], list[str]],
 ) -> None:
-    """Warn of products in float64, of another half, and of float16 gradients without a scale."""
-    products = [
-        (eqn, stack_of(eqn, calls))
-        for eqn, calls in every_equation(jaxpr)
-        if eqn.primitive.name in flow.products
-    ]
+    """Warn of products in float64, and of another half."""
+    products = _products(jaxpr, flow)
     wide = sum(jnp.dtype(jnp.float64) in _operands(eqn) for eqn, _ in products)
     named = zip(arrays, paths_of() if wide else (), strict=False)
     if at_fault := [path for x, path in named if x.dtype == jnp.float64]:
@@ -47,15 +43,27 @@ def warn_of(
                 "give the policy the same."
             )
             break
+
+
+def warn_of_unscaled(jaxpr: Jaxpr, flow: Flow, halves: Sequence[np.dtype]) -> None:
+    """Warn of float16 gradients without a loss scale."""
     if jnp.float16 == halves[0] and any(
         is_backward(stack) and SCALED not in stack and marked_dtype(eqn) is None
-        for eqn, stack in products
+        for eqn, stack in _products(jaxpr, flow)
     ):
         _warn(
             "Gradients are computed in float16, of a loss that no loss scale multiplies: those "
             "below 6e-8 are zero. Write jmp_kit.value_and_grad(loss_fn, loss_scale) for "
             "jax.value_and_grad, or compute in bfloat16, which needs no scale."
         )
+
+
+def _products(jaxpr: Jaxpr, flow: Flow) -> list[tuple[JaxprEqn, str]]:
+    return [
+        (eqn, stack_of(eqn, calls))
+        for eqn, calls in every_equation(jaxpr)
+        if eqn.primitive.name in flow.products
+    ]
 
 
 def _operands(eqn: JaxprEqn) -> set[Any]:
