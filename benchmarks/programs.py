@@ -58,9 +58,7 @@ def _programs(tiny: bool) -> Iterator[tuple[str, Contender, Sequence[Any]]]:
     size = gpt.TINY["gpt 124M"] if tiny else dataclasses.replace(gpt.SIZES["gpt 124M"], batch=16)
     tokens = jax.ShapeDtypeStruct((size.batch, size.time), jnp.int32)
     task = gpt.task(size, attention=stand_in)
-    scattered = dataclasses.replace(
-        task, cross_entropy=optax.softmax_cross_entropy_with_integer_labels
-    )
+    scattered = dataclasses.replace(task, error=optax.softmax_cross_entropy_with_integer_labels)
     name = "jmp_kit, bfloat16, loss of integer labels"
     scattering = dataclasses.replace(with_jmp_kit(scattered)[0], name=name)
     for contender in [*with_jmp_kit(task), scattering, *by_hand(task), *peers(task)]:
