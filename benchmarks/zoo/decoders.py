@@ -15,7 +15,7 @@ from benchmarks.zoo.experts import Experts
 from benchmarks.zoo.sized import Model, integers, model
 
 
-def gpt(*, fused: bool, **sizes: int) -> Model:
+def gpt(*, fused: bool, **sizes: Any) -> Model:
     """GPT-2 of 124M parameters; attention is one kernel if it is fused."""
     size = dataclasses.replace(gpts.SIZES["gpt 124M"], **{"batch": 16} | sizes)
     tokens = integers(size.batch, size.time)
@@ -23,7 +23,7 @@ def gpt(*, fused: bool, **sizes: int) -> Model:
     return Model(gpts.task(size, fused, attention), (tokens, tokens))
 
 
-def llama(*, batch: int = 8, time: int = 2048, **sizes: int) -> Model:
+def llama(*, batch: int = 8, time: int = 2048, **sizes: Any) -> Model:
     """The widths of a billion parameters, and fewer layers."""
     tokens = integers(batch, time)
     return model(lambda dtype, half: Llama(dtype, half, **sizes), tokens, tokens)

@@ -12,7 +12,7 @@ from benchmarks.zoo.sized import Model, floats, integers, model
 from benchmarks.zoo.vision import MLP, patches
 
 
-def dit(*, batch: int = 128, pixels: int = 32, channels: int = 4, **sizes: int) -> Model:
+def dit(*, batch: int = 128, pixels: int = 32, channels: int = 4, **sizes: Any) -> Model:
     """DiT-B/2 on the latents of images of 256 pixels."""
     latents = floats(batch, pixels, pixels, channels)
     inputs = latents, floats(batch), integers(batch)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from benchmarks.zoo.sized import Model, integers, model
 
 
-def t5(*, batch: int = 32, time: int = 512, **sizes: int) -> Model:
+def t5(*, batch: int = 32, time: int = 512, **sizes: Any) -> Model:
     """T5's base widths, six layers each."""
     tokens = integers(batch, time)
     return model(lambda dtype, half: T5(dtype, **sizes), (tokens, tokens), tokens)

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from benchmarks.zoo.sized import Model, floats, integers, model
 
 
-def vit(*, batch: int = 128, pixels: int = 224, **sizes: int) -> Model:
+def vit(*, batch: int = 128, pixels: int = 224, **sizes: Any) -> Model:
     """ViT-B/16."""
     images, labels = floats(batch, pixels, pixels, 3), integers(batch)
     return model(lambda dtype, half: ViT(dtype, **sizes), images, labels)
 
 
-def mixer(*, batch: int = 128, pixels: int = 224, **sizes: int) -> Model:
+def mixer(*, batch: int = 128, pixels: int = 224, **sizes: Any) -> Model:
     """Mixer-B/16."""
     images, labels = floats(batch, pixels, pixels, 3), integers(batch)
     return model(lambda dtype, half: Mixer(dtype, **sizes), images, labels)
