@@ -39,6 +39,8 @@ from jmp_kit.numerics._plots import plot_exponents as plot_exponents
 from jmp_kit.numerics._plots import plot_loss_scale as plot_loss_scale
 from jmp_kit.numerics._ranges import Ranges as Ranges
 from jmp_kit.numerics._ranges import ranges as ranges
+from jmp_kit.numerics._targets import TARGETS as TARGETS
+from jmp_kit.numerics._targets import Target as Target
 from jmp_kit.numerics._traffic import Kernel as Kernel
 from jmp_kit.numerics._traffic import Traffic as Traffic
 from jmp_kit.numerics._traffic import traffic as traffic
