@@ -178,13 +178,14 @@ def _kernels(program: Program, known: set[int]) -> Iterator[Kernel]:
 
 
 def _named(run: Run, program: Program) -> Run:
-    """The kernel, or of one that has no name what is fused in it: its end, or else the rest."""
+    """The kernel, or of one that tells no path what is fused in it: its end, or else the rest."""
     called = run.instruction.called
-    if run.instruction.op_name or not called:
+    if path_of(run.instruction.op_name) or not called:
         return run
     fused = program.computations[called[0]]
-    inside = (i for i in (root_of(fused), *reversed(fused.values())) if i.op_name)
-    found = next(inside, None)
+    inside = [i for i in (root_of(fused), *reversed(fused.values())) if i.op_name]
+    told = next((i for i in inside if path_of(i.op_name)), None)
+    found = told or next((i for i in inside if not run.instruction.op_name), None)
     return run._replace(instruction=found, stack=found.op_name) if found else run
 
 

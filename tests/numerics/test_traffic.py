@@ -25,7 +25,8 @@ PROGRAM = """HloModule jit_f
   %b = f32[1000,8]{1,0} bitcast(%p)
   %i = s32[4,1]{1,0} parameter(1)
   %g = f32[4,8]{1,0} gather(%b, %i), slice_sizes={1,8}
-  ROOT %h = bf16[4,8]{1,0} convert(%g), metadata={op_name="jit(f)/embed/gather"}
+  %h = bf16[4,8]{1,0} convert(%g), metadata={op_name="jit(f)/embed/gather"}
+  ROOT %h2 = bf16[4,8]{1,0} copy(%h), metadata={op_name="jit(f)/copy"}
 }
 
 %puts (q: f32[1000,8], u: f32[1,8], j: s32[]) -> f32[1000,8] {
