@@ -10,6 +10,8 @@ _LLAMA = _WORDS | {"heads": 4, "groups": 2, "hidden": 64}
 _PATCHES = _TINY | {"pixels": 32}
 _STAGES = {"stages": (1, 1), "width": 8, "batch": 2, "pixels": 32}
 
+# No large activation has as many values as a parameter or a batch: `numerics.traffic` would take it
+# for one of these.
 ZOO = {
     "gpt": Sized(decoders.gpt, {"fused": True}, _WORDS | {"heads": 2}),
     "gpt plain": Sized(decoders.gpt, {"fused": False}, _WORDS | {"heads": 2}),

@@ -23,9 +23,9 @@ def resnet(
 
 
 def convnext(
-    *, stages: tuple[int, ...] = (3, 3, 9, 3), width: int = 96, batch: int = 128, pixels: int = 224
+    *, stages: tuple[int, ...] = (3, 3, 9, 3), width: int = 128, batch: int = 64, pixels: int = 224
 ) -> Model:
-    """ConvNeXt-T."""
+    """The depth of ConvNeXt-T and the widths of ConvNeXt-B."""
     images, labels = floats(batch, pixels, pixels, 3), integers(batch)
     return model(lambda dtype, half: ConvNeXt(dtype, stages, width), images, labels)
 

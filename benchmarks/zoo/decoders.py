@@ -24,7 +24,7 @@ def gpt(*, fused: bool, **sizes: Any) -> Model:
 
 
 def llama(*, batch: int = 8, time: int = 2048, **sizes: Any) -> Model:
-    """The widths of a billion parameters, and fewer layers."""
+    """TinyLlama's widths, and six of its layers."""
     tokens = integers(batch, time)
     return model(lambda dtype, half: Llama(dtype, half, **sizes), tokens, tokens)
 
@@ -34,10 +34,10 @@ class Llama(nn.Module):
 
     dtype: Any
     half: Any  # what attention computes in
-    layers: int = 8
+    layers: int = 6
     width: int = 2048
     heads: int = 32
-    groups: int = 8  # of heads that share keys and values
+    groups: int = 4  # of heads that share keys and values
     hidden: int = 5632
     experts: int = 0
     vocabulary: int = 32_000

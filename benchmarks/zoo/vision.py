@@ -16,8 +16,8 @@ def vit(*, batch: int = 128, pixels: int = 224, **sizes: Any) -> Model:
     return model(lambda dtype, half: ViT(dtype, **sizes), images, labels)
 
 
-def mixer(*, batch: int = 128, pixels: int = 224, **sizes: Any) -> Model:
-    """Mixer-B/16."""
+def mixer(*, batch: int = 256, pixels: int = 224, **sizes: Any) -> Model:
+    """Mixer-S/16."""
     images, labels = floats(batch, pixels, pixels, 3), integers(batch)
     return model(lambda dtype, half: Mixer(dtype, **sizes), images, labels)
 
@@ -64,9 +64,9 @@ class Mixer(nn.Module):
     """Networks along patches and along channels by turns."""
 
     dtype: Any
-    layers: int = 12
-    width: int = 768
-    hidden: int = 384  # along patches
+    layers: int = 8
+    width: int = 512
+    hidden: int = 256  # along patches
     patch: int = 16
     classes: int = 1000
 

@@ -2,6 +2,7 @@
 
 print(audit(train_step, params, batch))             # which products run in half
 print(traffic(train_step, params, batch))           # which kernels move how many bytes
+print(traffic(train_step, params, batch, target="h200"))  # on a GPU that need not be here
 print(plan(loss_fn, "mixed_bfloat16", params))      # what is stored in half, and what is state
 print(compare(loss_fn, params, *batch))             # faster? accurate?
 print(doctor())                                     # what this machine is fast in
