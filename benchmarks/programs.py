@@ -26,7 +26,7 @@ from benchmarks.deviceless import H200, deviceless
 from benchmarks.measuring import Contender, told
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import Task, by_hand, float32, peers, with_jmp_kit
-from benchmarks.zoo import ZOO, Model
+from benchmarks.zoo import ZOO
 
 DEVICE = "NVIDIA H200, compiled for and not run"
 
@@ -93,10 +93,9 @@ def _programs(tiny: bool) -> Iterator[Program]:
         model = ZOO[name].at(tiny)
         for contender in ways(model.task):
             yield Program("other ways", name, contender, model.batch)
-    model = ZOO["gpt plain"].at(tiny)
-    for contender in _serving(model):
-        text = jax.ShapeDtypeStruct((1, model.batch[0].shape[1]), jnp.int32)
-        yield Program("serving", "gpt plain, one text", contender, (text,))
+    model = ZOO["gpt plain"].at(tiny, batch=1)
+    for contender in _serving(model.task):
+        yield Program("serving", "gpt plain, one text", contender, model.batch[:1])
     for name in optimizer.optimizers():
         contender, grads = optimizer.contender(name, optimizer.count(tiny))
         yield Program("AdamW", "1.3 billion parameters", contender, grads)
@@ -121,12 +120,10 @@ OTHER_WAYS: dict[str, Callable[[Task], Iterable[Contender]]] = {
 }
 
 
-def _serving(model: Model) -> Iterator[Contender]:
+def _serving(task: Task) -> Iterator[Contender]:
     """The likeliest next words, with float32 weights and with weights cast once."""
 
     def served(name: str, policy: str, weights: str) -> Contender:
-        task = model.task
-
         def words(params: Any, tokens: Any) -> jax.Array:
             return jnp.argmax(task.module(None, None).apply({"params": params}, tokens), axis=-1)
 
