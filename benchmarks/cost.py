@@ -15,9 +15,8 @@ import numpy as np
 import optax
 
 import jmp_kit
-from benchmarks import corpus, gpt
+from benchmarks import corpus, gpt, resnet
 from benchmarks.measuring import Contender, measure
-from benchmarks.models import ResNet
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import Task, plain_state, plain_step, with_jmp_kit
 from jmp_kit.programs import every_equation
@@ -62,11 +61,7 @@ def _gpt(tiny: bool) -> tuple[list[Contender], Sequence[Any]]:
 def _resnet(tiny: bool) -> tuple[list[Contender], Sequence[Any]]:
     stages, width, pixels = ((1,), 8, 16) if tiny else ((2, 2, 2, 2), 16, 32)
     images = np.random.default_rng(0).normal(size=(8, pixels, pixels, 3)).astype(np.float32)
-    task = Task(
-        lambda dtype, half: ResNet(stages, width, 10, dtype),
-        jnp.zeros((1, pixels, pixels, 3)),
-        optax.sgd(0.1, momentum=0.9),
-    )
+    task = resnet.task(stages, width, pixels, classes=10)
     return _contenders(task), [(images, np.arange(8, dtype=np.int32))]
 
 

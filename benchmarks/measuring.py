@@ -29,19 +29,26 @@ class Contender:
     state: Callable[[], Any]
     precision: str | None = None  # of float32 products: jax_default_matmul_precision
 
-    def flat(self) -> tuple[Step, list[jax.Array]]:
-        """The step of a list of arrays, and the first list.
+    def flat(self, make: bool = True) -> tuple[Step, list[Any]]:
+        """The step of a list of arrays, and the first list, or the shapes of what it would be.
 
         For jmp's loss scale cannot be rebuilt around what only describes arrays.
         """
-        first = self.state()
-        structure = jax.tree.structure(first)
+        structures = []
+
+        def first() -> list[jax.Array]:
+            leaves, structure = jax.tree.flatten(self.state())
+            structures.append(structure)
+            return [jnp.array(leaf) for leaf in leaves]  # steps overwrite theirs
+
+        arrays = first() if make else jax.eval_shape(first)
+        [structure] = structures
 
         def step(leaves: list[Any], *batch: Any) -> tuple[list[Any], Any]:
             state, loss = self.step(jax.tree.unflatten(structure, leaves), *batch)
             return jax.tree.leaves(state), loss
 
-        return step, [jnp.array(leaf) for leaf in jax.tree.leaves(first)]  # steps overwrite theirs
+        return step, arrays
 
 
 @dataclasses.dataclass
@@ -79,11 +86,11 @@ def measure(
     rows: dict[str, dict[str, Any]] = {c.name: {"contender": c.name} for c in contenders}
     running: dict[str, Running] = {}
     for contender in track(contenders, f"{title}: compiling"):
-        with _told(rows[contender.name]):
+        with told(rows[contender.name]):
             running[contender.name] = _compiled(contender, batches[0], rows[contender.name])
     # From small to large: the device tells only the largest peak so far.
     for name, run in sorted(running.items(), key=lambda item: item[1].row["program_mib"]):
-        with _told(run.row):
+        with told(run.row):
             _warm_up(run, batches)
         if "failed" in run.row:
             del running[name]
@@ -138,7 +145,7 @@ def step_times(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _told(row: dict[str, Any]) -> Iterator[None]:
+def told(row: dict[str, Any]) -> Iterator[None]:
     """What the device or a peer refuses becomes part of the result."""
     try:
         yield

@@ -1,87 +1,123 @@
 """What does a GPU's compiler make of the steps, on a machine without a GPU?
 
-Compiled for an H200, and not run: no times, but the dtypes of products, the memory, and the bytes
-that kernels read and write. Needs JAX's CUDA plugin: `pip install ".[cuda12]"`.
+The zoo, compiled for an H200 and not run: no times of steps, but the bytes that kernels read and
+write, the memory, and what is launched. XLA takes kernels of its own for products, because it has
+no device to time others on; a GPU often takes the libraries', so both are here. Needs JAX's CUDA
+plugin: `pip install ".[cuda12]"`.
 """
 
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from rich.console import Console
+from rich.progress import track
 
 import jmp_kit
-from benchmarks import gpt, optimizer
-from benchmarks.compiled import bytes_moved, product_dtypes, program_bytes
-from benchmarks.deviceless import MISSING, deviceless, h200s, has_plugin
-from benchmarks.measuring import Contender
-from benchmarks.models import ResNet
+from benchmarks import optimizer
+from benchmarks.compiled import product_dtypes, program_bytes
+from benchmarks.deviceless import H200, deviceless
+from benchmarks.measuring import Contender, told
 from benchmarks.results import Column, Options, Row, number
-from benchmarks.stand_in import stand_in
-from benchmarks.training import Task, by_hand, contenders, peers, with_jmp_kit
+from benchmarks.training import Task, by_hand, float32, peers, with_jmp_kit
+from benchmarks.zoo import ZOO
 
 DEVICE = "NVIDIA H200, compiled for and not run"
 
-ADAMW = "AdamW, 1.3 billion parameters"
+KERNELS: dict[str, dict[str, Any]] = {
+    "XLA's own kernels": {},
+    "the libraries' kernels": {"xla_gpu_enable_triton_gemm": False},
+}
+BY_HAND = "by hand, bfloat16"
+
+
+def _compared(key: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
+    """The value of a key, and its ratio to by hand where the same model is."""
+    value, ratio = number(key, form, scale), number(f"{key}_ratio", ".2f")
+    return lambda row: f"{value(row)} ({ratio(row)})" if f"{key}_ratio" in row else value(row)
+
 
 COLUMNS = [
-    Column("contender", lambda row: row["contender"]),
+    Column("contender (ratio to by hand)", lambda row: f"{row['model']}: {row['contender']}"),
     Column(
         "products", lambda row: ", ".join(f"{n} {d}" for d, n in row["products"].items()) or "none"
     ),
+    Column("read and written, GB", _compared("bytes_moved", ",.1f", 1e-9)),
+    Column("float32 activations, GB", number("wide", ",.1f", 1e-9)),
+    Column("temporary, GiB", _compared("temporary_mib", ",.2f", 1 / 1024)),
     Column("memory, GiB", number("program_mib", ",.2f", 1 / 1024)),
-    Column("read and written, GB", number("bytes_moved", ",.1f", 1e-9)),
+    Column("launches", _compared("launches", ",.0f")),
+    Column("trace, s", number("trace_s", ".1f")),
+    Column("compile, s", number("compile_s", ".1f")),
 ]
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is compiled, and for which shapes."""
+
+    group: str
+    model: str
+    contender: Contender
+    batch: Sequence[Any]
+    compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What --only looks at."""
+        return f"{self.group}: {self.model}: {self.contender.name}"
+
+
 def run(options: Options) -> list[Row]:
-    """Every train step of both models, serving, and every optimizer, where no GPU is seen."""
-    found = [(group, c.name) for group, c, _ in _programs(options.tiny)]
-    names = [f"{group}: {name}" for group, name in found if options.takes(name)]
-    if not has_plugin():
-        return [
-            {"group": group, "contender": name, "failed": MISSING}
-            for group, _, name in (name.partition(": ") for name in names)
-        ]
+    """Every model of the zoo three times, and what else there is of some."""
+    taken = [program for program in _programs(options.tiny) if options.takes(program.name)]
+    if H200.missing:
+        return [{**_row(program), "failed": H200.missing} for program in taken]
+    names = [program.name for program in taken]
     return deviceless("benchmarks.programs", {"tiny": options.tiny, "names": names})
 
 
-def _programs(tiny: bool) -> Iterator[tuple[str, Contender, Sequence[Any]]]:
-    """Groups, contenders, and the shapes that they are compiled for.
-
-    To compile cuDNN's attention takes a device: the GPT has a stand-in for it, or plain attention.
-    """
-    size = gpt.TINY["gpt 124M"] if tiny else dataclasses.replace(gpt.SIZES["gpt 124M"], batch=16)
-    tokens = jax.ShapeDtypeStruct((size.batch, size.time), jnp.int32)
-    task = gpt.task(size, attention=stand_in)
-    scattered = dataclasses.replace(
-        task, cross_entropy=optax.softmax_cross_entropy_with_integer_labels
-    )
-    name = "jmp_kit, bfloat16, loss of integer labels"
-    scattering = dataclasses.replace(with_jmp_kit(scattered)[0], name=name)
-    for contender in [*with_jmp_kit(task), scattering, *by_hand(task), *peers(task)]:
-        yield "gpt 124M, attention as one kernel", contender, (tokens, tokens)
-    task = gpt.task(size, fused=False)
-    yield from (("gpt 124M", contender, (tokens, tokens)) for contender in contenders(task))
-    one = jax.ShapeDtypeStruct((1, size.time), jnp.int32)
-    yield from (("gpt 124M, serving one text", contender, (one,)) for contender in _serving(task))
-
-    stages, width, batch, pixels = ((1, 1), 8, 4, 32) if tiny else ((3, 4, 6, 3), 64, 128, 224)
-    images = jax.ShapeDtypeStruct((batch, pixels, pixels, 3), jnp.float32)
-    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    resnet = Task(
-        lambda dtype, half: ResNet(stages, width, 1000, dtype),
-        jnp.zeros((1, pixels, pixels, 3)),
-        optax.sgd(0.1, momentum=0.9),
-    )
-    yield from (("resnet", contender, (images, labels)) for contender in contenders(resnet))
+def _programs(tiny: bool) -> Iterator[Program]:
+    for group, compiler_options in KERNELS.items():
+        for name, sized in ZOO.items():
+            model = sized.at(tiny)
+            for contender in by_hand(model.task)[:1] + with_jmp_kit(model.task)[:2]:
+                yield Program(group, name, contender, model.batch, compiler_options)
+    for name, ways in OTHER_WAYS.items():
+        model = ZOO[name].at(tiny)
+        for contender in ways(model.task):
+            yield Program("other ways", name, contender, model.batch)
+    model = ZOO["gpt plain"].at(tiny, batch=1)
+    for contender in _serving(model.task):
+        yield Program("serving", "gpt plain, one text", contender, model.batch[:1])
     for name in optimizer.optimizers():
         contender, grads = optimizer.contender(name, optimizer.count(tiny))
-        yield ADAMW, contender, grads
+        yield Program("AdamW", "1.3 billion parameters", contender, grads)
+
+
+def _others(task: Task) -> list[Contender]:
+    """Those that the zoo is not compiled with."""
+    return [*float32(task)[1:], *with_jmp_kit(task)[2:], *by_hand(task)[1:], *peers(task)]
+
+
+def _scattering(task: Task) -> Iterator[Contender]:
+    """A loss that scatters into an array like the logits."""
+    task = dataclasses.replace(task, error=optax.softmax_cross_entropy_with_integer_labels)
+    for contender in by_hand(task)[:1] + with_jmp_kit(task)[:1]:
+        yield dataclasses.replace(contender, name=f"{contender.name}, loss of integer labels")
+
+
+OTHER_WAYS: dict[str, Callable[[Task], Iterable[Contender]]] = {
+    "gpt": _scattering,
+    "gpt plain": _others,
+    "resnet": _others,
+}
 
 
 def _serving(task: Task) -> Iterator[Contender]:
@@ -100,39 +136,53 @@ def _serving(task: Task) -> Iterator[Contender]:
     yield served("jmp_kit, bfloat16, cast once", "mixed_bfloat16", "bfloat16")
 
 
-def _compiled(contender: Contender, batch: Sequence[Any], device: Any, make: bool) -> Row:
-    step, state = contender.flat() if make else (contender.step, jax.eval_shape(contender.state))
-    sharding = jax.sharding.SingleDeviceSharding(device)
+def _row(program: Program) -> Row:
+    names = {"group": program.group, "model": program.model}
+    return {**names, "contender": program.contender.name}
 
-    def there(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
 
-    with jax.default_matmul_precision(contender.precision):
-        traced = jax.jit(step, donate_argnums=0).trace(there(state), *there(batch))
-    program = traced.lower().compile()
-    text = program.as_text()
+def _compiled(program: Program) -> Row:
+    step, state = program.contender.flat(make=False)
+    start = time.perf_counter()
+    with jax.default_matmul_precision(program.contender.precision):
+        jitted = jax.jit(step, donate_argnums=0)
+        traced = jitted.trace(H200.placed(state), *H200.placed(program.batch))
+    trace_s = time.perf_counter() - start
+    compiled = traced.lower().compile({**H200.compiler_options, **program.compiler_options})
+    compile_s = time.perf_counter() - start - trace_s
+    moved = jmp_kit.numerics.traffic(compiled)
     return {
-        "contender": contender.name,
-        "products": product_dtypes(program),
-        "program_mib": program_bytes(program) / 2**20,
-        "bytes_moved": bytes_moved(text),
+        "products": product_dtypes(compiled),
+        "bytes_moved": moved.nbytes,
+        "wide": moved.wide,
+        "launches": sum(kernel.times for kernel in moved.kernels),
+        "temporary_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
+        "program_mib": program_bytes(compiled) / 2**20,
+        "trace_s": trace_s,
+        "compile_s": compile_s,
     }
+
+
+def _with_ratios(rows: list[Row]) -> Iterator[Row]:
+    """To by hand, where the same model is."""
+    hands = {(row["group"], row["model"]): row for row in rows if row["contender"] == BY_HAND}
+    for row in rows:
+        hand = hands.get((row["group"], row["model"]), {})
+        shared = hand.keys() & row.keys() & {"bytes_moved", "temporary_mib", "launches"}
+        yield {**row, **{f"{key}_ratio": row[key] / hand[key] for key in shared}}
 
 
 def main() -> None:
     """Takes what to compile; prints the rows as JSON."""
     what = json.loads(sys.argv[1])
-    [device] = h200s(1)
     rows = []
-    for group, contender, batch in _programs(what["tiny"]):
-        if f"{group}: {contender.name}" in what["names"]:
-            print(group, contender.name, file=sys.stderr)
-            # jmp's loss scale has to be made; what the optimizers keep has no room here.
-            compiled = _compiled(contender, batch, device, make=group != ADAMW)
-            rows.append({"group": group, **compiled})
-    print(json.dumps(rows))
+    programs = [program for program in _programs(what["tiny"]) if program.name in what["names"]]
+    for program in track(programs, "compiling", console=Console(stderr=True)):
+        row = _row(program)
+        with told(row):
+            row |= _compiled(program)
+        rows.append(row)
+    print(json.dumps([*_with_ratios(rows)]))
 
 
 if __name__ == "__main__":

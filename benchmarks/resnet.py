@@ -22,6 +22,15 @@ COLUMNS = [
 ]
 
 
+def task(stages: tuple[int, ...], width: int, pixels: int, classes: int = 1000) -> Task:
+    """A ResNet of this size."""
+    return Task(
+        lambda dtype, half: ResNet(stages, width, classes, dtype),
+        jnp.zeros((1, pixels, pixels, 3)),
+        optax.sgd(0.1, momentum=0.9),
+    )
+
+
 def run(options: Options) -> list[Row]:
     """ResNet-50, or a toy."""
     stages: tuple[int, ...] = (1, 1) if options.tiny else (3, 4, 6, 3)
@@ -29,12 +38,8 @@ def run(options: Options) -> list[Row]:
     generator = np.random.default_rng(0)
     images = generator.normal(size=(batch, pixels, pixels, 3)).astype(np.float32)
     labels = generator.integers(1000, size=batch, dtype=np.int32)
-    task = Task(
-        lambda dtype, half: ResNet(stages, width, 1000, dtype),
-        jnp.asarray(images[:1]),
-        optax.sgd(0.1, momentum=0.9),
-    )
-    field = [c for c in contenders(task) if options.takes(c.name)]
+    taken = contenders(task(stages, width, pixels))
+    field = [c for c in taken if options.takes(c.name)]
     batches = [(jnp.asarray(images), jnp.asarray(labels))]
     rows = measure(field, batches, steps=options.steps, title="resnet")
     return [

@@ -10,7 +10,10 @@ _NAMES = "attention_forward", "attention_backward"
 
 
 def stand_in(q: jax.Array, k: jax.Array, v: jax.Array, half: Any) -> jax.Array:
-    """Of [batch, time, heads, width] in `half`; who runs it gets an error, or worse."""
+    """Of [batch, time, heads, width] in `half`, of fewer heads of `k` and `v` too.
+
+    Who runs it gets an error, or worse.
+    """
     return _attention(*(x.astype(half) for x in (q, k, v))).astype(q.dtype)
 
 
@@ -28,8 +31,8 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def _backward(kept: Any, change: jax.Array) -> tuple[jax.Array, ...]:
-    like = jax.ShapeDtypeStruct(change.shape, change.dtype)
-    return tuple(_call(_NAMES[1], (like, like, like), *kept, change))
+    like = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept[:3])
+    return tuple(_call(_NAMES[1], like, *kept, change))
 
 
 _attention.defvjp(_forward, _backward)

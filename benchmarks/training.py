@@ -29,14 +29,17 @@ class Task:
     module: Callable[[Any, Any], Any]  # from dtype=, and what kernels that take only half take
     example: Any
     optimizer: optax.GradientTransformation
-    cross_entropy: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
+    error: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy  # of outputs and labels
 
-    @functools.cached_property
+    @property
     def variables(self) -> tuple[Any, Any]:
         """Parameters and the rest (batch statistics), float32."""
-        initialise = jax.jit(lambda: self.module(None, None).init(jax.random.key(0), self.example))
-        variables = dict(initialise())
+        variables = dict(self._initialise())
         return variables.pop("params"), variables
+
+    @functools.cached_property
+    def _initialise(self) -> Callable[[], Any]:
+        return jax.jit(lambda: self.module(None, None).init(jax.random.key(0), self.example))
 
     def loss(self, dtype: Any = None, half: Any = None) -> Loss:
         """(params, rest, inputs, labels) -> (loss, new rest).
@@ -46,11 +49,10 @@ class Task:
 
         def loss_fn(params: Any, rest: Any, inputs: Any, labels: Any) -> tuple[jax.Array, Any]:
             variables = {"params": params, **rest}
-            logits, rest = self.module(dtype, half or dtype).apply(
+            outputs, rest = self.module(dtype, half or dtype).apply(
                 variables, inputs, mutable=list(rest)
             )
-            logits = logits.astype(jnp.float32)
-            return self.cross_entropy(logits, labels).mean(), rest
+            return self.error(outputs.astype(jnp.float32), labels).mean(), rest
 
         return loss_fn
 

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_kit
-from benchmarks.deviceless import MISSING, deviceless, h200s, has_plugin
+from benchmarks.deviceless import H200, deviceless
 from benchmarks.results import Column, Options, Row
 
 DEVICE = "8 × NVIDIA H200, compiled for and not run"
@@ -54,10 +54,10 @@ GROUPS = {"fully sharded": True, "data parallel": False}
 def run(options: Options) -> list[Row]:
     """Every contender in both groups."""
     names = [f"{group}: {name}" for group in GROUPS for name in CONTENDERS if options.takes(name)]
-    if has_plugin():
+    if not H200.missing:
         return deviceless("benchmarks.wire", {"tiny": options.tiny, "names": names})
     parts = (name.partition(": ") for name in names)
-    return [{"group": group, "contender": name, "failed": MISSING} for group, _, name in parts]
+    return [{"group": g, "contender": name, "failed": H200.missing} for g, _, name in parts]
 
 
 def compiled(
@@ -106,7 +106,7 @@ def compiled(
     x = at((rows, width), jnp.float32, P("data"))
     kept = jax.tree.map(lambda x: x.sharding, (params, state))
     jitted = jax.jit(split, donate_argnums=(0, 1), out_shardings=(*kept, None))
-    return jitted.lower(params, state, x).compile()
+    return jitted.lower(params, state, x).compile(H200.compiler_options)
 
 
 def bytes_of(program: Any) -> dict[str, dict[str, int]]:
@@ -127,7 +127,7 @@ def bytes_of(program: Any) -> dict[str, dict[str, int]]:
 def main() -> None:
     """Takes what to compile; prints the rows as JSON."""
     what = json.loads(sys.argv[1])
-    rows, devices = [], h200s(8)
+    rows, devices = [], H200.devices(8)
     for name in what["names"]:
         group, _, contender = name.partition(": ")
         print(name, file=sys.stderr)

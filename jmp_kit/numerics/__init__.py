@@ -2,6 +2,7 @@
 
 print(audit(train_step, params, batch))             # which products run in half
 print(traffic(train_step, params, batch))           # which kernels move how many bytes
+print(traffic(train_step, params, batch, target="h200"))  # on a GPU that need not be here
 print(plan(loss_fn, "mixed_bfloat16", params))      # what is stored in half, and what is state
 print(compare(loss_fn, params, *batch))             # faster? accurate?
 print(doctor())                                     # what this machine is fast in
@@ -39,6 +40,8 @@ from jmp_kit.numerics._plots import plot_exponents as plot_exponents
 from jmp_kit.numerics._plots import plot_loss_scale as plot_loss_scale
 from jmp_kit.numerics._ranges import Ranges as Ranges
 from jmp_kit.numerics._ranges import ranges as ranges
+from jmp_kit.numerics._targets import TARGETS as TARGETS
+from jmp_kit.numerics._targets import Target as Target
 from jmp_kit.numerics._traffic import Kernel as Kernel
 from jmp_kit.numerics._traffic import Traffic as Traffic
 from jmp_kit.numerics._traffic import traffic as traffic

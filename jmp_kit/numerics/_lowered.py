@@ -58,7 +58,8 @@ def audit_text(text: str, level: str, backend: str, paths: Mapping[str, str]) ->
 
 def device_of(stage: Any) -> Any:
     """The first device that a program runs on; of one that does not tell, the first there is."""
-    for sharding in jax.tree.leaves((getattr(stage, "input_shardings", None),)):
+    told = [getattr(stage, f"{end}_shardings", None) for end in ("input", "output")]
+    for sharding in jax.tree.leaves(told):
         return min(sharding.device_set, key=lambda device: device.id)
     return jax.devices()[0]
 

@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ import jax
 from jmp_kit.numerics._hlo import Array, Computation, Instruction, Program, Run, parse, root_of
 from jmp_kit.numerics._lowered import AROUND, device_of, path_of
 from jmp_kit.numerics._tables import count, percent, table
-from jmp_kit.programs import is_backward, on_arrays
+from jmp_kit.numerics._targets import compiled
+from jmp_kit.programs import is_backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,13 @@ class Traffic:
 _MOST = 30  # rows of the table
 
 
-def traffic(fun: Any, *args: Any, **kwargs: Any) -> Traffic:
+def traffic(
+    fun: Any,
+    *args: Any,
+    target: str | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Traffic:
     """The bytes that each kernel of a compiled program reads and writes.
 
         nbytes = sum of operands and results, each once, of what a loop repeats as often
@@ -92,34 +99,44 @@ def traffic(fun: Any, *args: Any, **kwargs: Any) -> Traffic:
     charged what is taken of it, and one that is updated in place what is put there.
 
     Args:
-      fun: any JAX function, jitted or not, or what is compiled already, for a device of another
-        machine say.
+      fun: any JAX function, jitted or not, or what is lowered or compiled already.
       args, kwargs: what it is called with; arrays may be abstract. Nothing is computed.
+      target: what to compile for on a machine without one, a name of `TARGETS`: "h200". This takes
+        JAX's CUDA plugin, `pip install "jmp-kit[cuda12]"`, and no GPU; where there is none, start
+        Python with `JAX_PLATFORMS=cpu`. XLA then takes kernels of its own for products, since it
+        cannot time others; `{"xla_gpu_enable_triton_gemm": False}` has it take the libraries'.
+      compiler_options: XLA's flags for this program.
 
     Returns:
       A `Traffic`, which prints as a table, what moves most first.
 
     Raises:
-      TypeError: if arguments are given with a program that is compiled already.
+      TypeError: if anything is given with a program that is lowered or compiled already.
+      ValueError: if there is no such target, or `fun` is jitted for other devices.
+      ImportError: if the target's plugin is not installed.
+      RuntimeError: if JAX has started without it.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_kit
       >>> def layer(x, w):
       ...     return jnp.sum(jnp.tanh(x @ w))
-      >>> found = jmp_kit.numerics.traffic(layer, jnp.ones((64, 32)), jnp.ones((32, 16)))
+      >>> x, w = jnp.ones((64, 32)), jnp.ones((32, 16))
+      >>> found = jmp_kit.numerics.traffic(layer, x, w)
       >>> found.nbytes >= 4 * (64 * 32 + 32 * 16)
       True
+      >>> found = jmp_kit.numerics.traffic(layer, x, w, target="h200")  # doctest: +SKIP
+      >>> found.device  # doctest: +SKIP
+      'NVIDIA H200'
     """
-    if isinstance(fun, jax.stages.Compiled):
-        if args or kwargs:
-            raise TypeError("A compiled program has its arguments already: write traffic(program).")
-        return traffic_of(fun.as_text() or "", device_of(fun).device_kind)
-    if hasattr(fun, "lower"):
-        return traffic(fun.lower(*args, **kwargs).compile())
-    if isinstance(fun, jax.stages.Lowered):
-        return traffic(fun.compile())
-    call, arrays = on_arrays(fun, *args, **kwargs)
-    return traffic(jax.jit(call).lower(arrays).compile())
+    if not isinstance(fun, jax.stages.Compiled | jax.stages.Lowered):
+        return traffic(compiled(fun, args, kwargs, target, compiler_options))
+    if args or kwargs or target or compiler_options:
+        raise TypeError(
+            f"A {type(fun).__name__} program has its arguments and its device already: "
+            "write traffic(program)."
+        )
+    program = fun.compile() if isinstance(fun, jax.stages.Lowered) else fun
+    return traffic_of(program.as_text() or "", device_of(program).device_kind)
 
 
 def traffic_of(text: str, device: str) -> Traffic:
@@ -161,13 +178,14 @@ def _kernels(program: Program, known: set[int]) -> Iterator[Kernel]:
 
 
 def _named(run: Run, program: Program) -> Run:
-    """The kernel, or of one that has no name what is fused in it: its end, or else the rest."""
+    """The kernel, or of one that tells no path what is fused in it: its end, or else the rest."""
     called = run.instruction.called
-    if run.instruction.op_name or not called:
+    if path_of(run.instruction.op_name) or not called:
         return run
     fused = program.computations[called[0]]
-    inside = (i for i in (root_of(fused), *reversed(fused.values())) if i.op_name)
-    found = next(inside, None)
+    inside = [i for i in (root_of(fused), *reversed(fused.values())) if i.op_name]
+    told = next((i for i in inside if path_of(i.op_name)), None)
+    found = told or next((i for i in inside if not run.instruction.op_name), None)
     return run._replace(instruction=found, stack=found.op_name) if found else run
 
 
@@ -190,12 +208,19 @@ def _moved(run: Run, program: Program) -> tuple[list[Array], list[Array]]:
     instruction = run.instruction
     if instruction.opcode.removesuffix("-start") == "fusion":
         return _moved_by_fusion(program.computations[instruction.called[0]])
-    read, written = run.operands, list(instruction.results)
+    read, written = run.operands, _results(instruction)
     if instruction.opcode in _PICKS:
         return [*written, *read[1:]], written
     if instruction.opcode in _PUTS:
         return read[_PUTS[instruction.opcode] :], read[_PUTS[instruction.opcode] :][:1]
     return read, written
+
+
+def _results(instruction: Instruction) -> list[Array]:
+    """What it gives, without the room that a library's kernel works in."""
+    results = list(instruction.results)
+    is_library = 'custom_call_target="__cu' in instruction.attributes
+    return results[:-1] if is_library and results[-1].dtype in ("int8", "uint8") else results
 
 
 _PICKS = ("gather", "dynamic-slice", "slice")  # from the first operand

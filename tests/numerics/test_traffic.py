@@ -1,15 +1,20 @@
 """The bytes that kernels move: what they take and give, each once, and no table whole."""
 
 import dataclasses
+import importlib.util
 import json
+import os
+import subprocess
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import topologies
 
-from benchmarks.compiled import bytes_moved
 from jmp_kit import autocast
-from jmp_kit.numerics import traffic
+from jmp_kit.numerics import TARGETS, _targets, traffic
 from jmp_kit.numerics._traffic import Traffic, traffic_of
 from tests.casting.by_hand import MODELS
 
@@ -20,7 +25,8 @@ PROGRAM = """HloModule jit_f
   %b = f32[1000,8]{1,0} bitcast(%p)
   %i = s32[4,1]{1,0} parameter(1)
   %g = f32[4,8]{1,0} gather(%b, %i), slice_sizes={1,8}
-  ROOT %h = bf16[4,8]{1,0} convert(%g), metadata={op_name="jit(f)/embed/gather"}
+  %h = bf16[4,8]{1,0} convert(%g), metadata={op_name="jit(f)/embed/gather"}
+  ROOT %h2 = bf16[4,8]{1,0} copy(%h), metadata={op_name="jit(f)/copy"}
 }
 
 %puts (q: f32[1000,8], u: f32[1,8], j: s32[]) -> f32[1000,8] {
@@ -53,6 +59,7 @@ ENTRY %main (table: f32[1000,8], rows: s32[4,1], row: f32[1,8], k: s32[], y: bf1
   %f = bf16[4,8]{1,0} fusion(%table, %rows), kind=kLoop, calls=%picks
   %e = f32[1000,8]{1,0} fusion(%table, %row, %k), kind=kLoop, calls=%puts
   %g2 = f32[4,8]{1,0} gather(%table, %rows), slice_sizes={1,8}
+  %m = (bf16[4,4]{1,0}, s8[4194304]{0}) custom-call(%f, %f), custom_call_target="__cublas$gemm"
   %d2 = f32[1000,8]{1,0} dynamic-update-slice(%e, %row, %k, %k)
   %w = f32[64]{0} custom-call(%y), custom_call_target="other"
   %v = (s32[], f32[64]{0}) tuple(%k, %w)
@@ -64,7 +71,8 @@ ENTRY %main (table: f32[1000,8], rows: s32[4,1], row: f32[1,8], k: s32[], y: bf1
 
 def test_what_each_kernel_moves():
     found = {kernel.name: kernel for kernel in traffic_of(PROGRAM, "a device").kernels}
-    assert set(found) == {"f", "e", "g2", "d2", "w", "t", "o"}
+    assert set(found) == {"f", "e", "g2", "m", "d2", "w", "t", "o"}
+    assert (found["m"].written, found["m"].dtype) == (4 * 4 * 2, "bfloat16")  # no work space
     # The same, not fused.
     assert (found["g2"].read, found["g2"].written) == (4 * 8 * 4 + 4 * 4, 4 * 8 * 4)
     assert (found["d2"].read, found["d2"].written) == (8 * 4 + 2 * 4, 8 * 4)
@@ -81,7 +89,7 @@ def test_what_each_kernel_moves():
 def test_the_table_and_the_numbers():
     found = traffic_of(PROGRAM, "a device")
     head, titles, first, *_ = str(found).splitlines()
-    assert head.startswith("7 kernels move 3.82 kB on a device; float32 activations are 1.54 kB")
+    assert head.startswith("8 kernels move 3.98 kB on a device; float32 activations are 1.54 kB")
     assert titles.split()[:4] == ["bytes", "share", "kernels", "float32"]
     assert "backward  float32" in first
     assert first.endswith("loop")
@@ -92,17 +100,13 @@ def test_the_table_and_the_numbers():
 
 
 @pytest.mark.parametrize("name", ["resnet_batch", "gru"])
-def test_it_is_what_the_benchmarks_count(name):
-    """But for loops, of which they count one round, and for gathers."""
+def test_a_loop_counts_as_often_as_it_runs(name):
     model = MODELS[name]
     loss_fn = autocast(model.loss(), "mixed_bfloat16")
     program = jax.jit(loss_fn).lower(*model.draw(0)).compile()
     found = traffic(program)
     once = sum(k.nbytes // k.times for k in found.kernels)
-    if name == "resnet_batch":
-        assert found.nbytes == once == bytes_moved(program.as_text())
-    else:
-        assert found.nbytes > 2 * once
+    assert found.nbytes == once if name == "resnet_batch" else found.nbytes > 2 * once
     assert found.device == "cpu"
     if jax.__version_info__ >= (0, 12):
         nameless = sum(k.nbytes for k in found.kernels if not k.path)
@@ -127,5 +131,91 @@ def test_of_what_it_may_be_called_with():
     assert traffic(jitted, x).nbytes == expected
     assert traffic(lambda: jnp.arange(1e3) * 2).device == "cpu"
     assert traffic(jitted.lower(x)).nbytes == traffic(jitted.lower(x).compile()).nbytes == expected
-    with pytest.raises(TypeError, match=r"has its arguments already: write traffic\(program\)"):
-        traffic(jitted.lower(x).compile(), x)
+    for program in (jitted.lower(x), jitted.lower(x).compile()):
+        with pytest.raises(TypeError, match=r"and its device already: write traffic\(program\)"):
+            traffic(program, x)
+        with pytest.raises(TypeError, match=f"A {type(program).__name__} program has its"):
+            traffic(program, target="h200")
+
+
+H200 = TARGETS["h200"]
+
+ELSEWHERE = """
+import jax, jax.numpy as jnp
+from jmp_kit.numerics import traffic
+
+x = jnp.ones((256, 256), jnp.bfloat16)
+layer = jax.jit(lambda x, scale: jnp.tanh(x @ x) * scale, donate_argnums=0)
+for options in ({}, {"xla_gpu_enable_triton_gemm": False}):
+    found = traffic(layer, x, 2.0, target="h200", compiler_options=options)
+    print(found.device, found.kernels[0].name, sep=";")
+"""
+
+
+@pytest.mark.skipif(H200.missing is not None, reason=str(H200.missing))
+def test_it_compiles_for_a_gpu_on_a_machine_without_one():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", ELSEWHERE]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split("\n")[:2] == [
+        "NVIDIA H200;gemm_fusion_dot",
+        "NVIDIA H200;custom-call.1",
+    ]
+
+
+@pytest.fixture
+def stood_in(monkeypatch):
+    """A device of this machine that stands for those of the target."""
+    other = jax.devices()[3]
+
+    def described(platform, target_config, topology):
+        assert (platform, topology) == ("cuda", "1x1x1")
+        assert "H200" in target_config
+        return types.SimpleNamespace(devices=[other])
+
+    _targets._devices.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name != "jax_plugins.xla_cuda12")
+    monkeypatch.setattr(topologies, "get_topology_desc", described)
+    yield other
+    _targets._devices.cache_clear()
+
+
+def test_of_what_it_may_be_called_with_for_a_target(stood_in):
+    def fun(x, key, flag):
+        assert flag is True
+        return jnp.tanh(x) + jax.random.normal(key, x.shape)
+
+    x, key = jnp.ones((64, 64)), jax.random.key(0)
+    here = traffic(fun, x, key, True)
+    for function in (fun, jax.jit(fun, static_argnums=2)):
+        there = traffic(function, x, key, True, target="h200")
+        assert there.nbytes == here.nbytes
+    assert traffic(lambda: jnp.arange(1e3) * 2, target="h200").nbytes == 4000
+    [placed, same] = H200.placed([key, "a word"])
+    assert same == "a word"
+    assert placed.sharding.device_set == {stood_in}
+    with pytest.raises(ValueError, match=r"because it takes no arrays: give it without jit"):
+        traffic(jax.jit(lambda: jnp.arange(1e3)), target="h200")
+
+
+def test_the_compiler_takes_options():
+    x = jnp.ones((64, 64))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        traffic(jnp.tanh, x, compiler_options={"no_such_option": 1})
+    fast = {"xla_cpu_enable_fast_math": True}
+    assert traffic(jnp.tanh, x, compiler_options=fast).nbytes == 2 * x.nbytes
+
+
+def test_what_a_target_needs_is_told(stood_in, monkeypatch):
+    with pytest.raises(ValueError, match="target is 'h300', but there are 'h200'"):
+        traffic(jnp.tanh, 1.0, target="h300")
+
+    def left_out(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", left_out)
+    with pytest.raises(RuntimeError, match="start Python with JAX_PLATFORMS=cpu"):
+        traffic(jnp.tanh, 1.0, target="h200")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install jmp-kit\[cuda12\]"):
+        traffic(jnp.tanh, 1.0, target="h200")

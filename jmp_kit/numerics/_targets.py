@@ -1,0 +1,131 @@
+"""Devices to compile for on a machine without them."""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jmp_kit.numerics._lowered import device_of
+from jmp_kit.programs import on_arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A GPU, by the description that XLA compiles from."""
+
+    description: str
+    # There is no device to time kernels on.
+    compiler_options: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"xla_gpu_autotune_level": 0}
+    )
+
+    @property
+    def missing(self) -> str | None:
+        """What has to be installed; None if nothing."""
+        if importlib.util.find_spec("jax_plugins") is not None and any(
+            importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
+        ):
+            return None
+        return "JAX's CUDA plugin is not installed: pip install jmp-kit[cuda12]"
+
+    def devices(self, count: int = 1) -> Sequence[Any]:
+        """Devices to lower for.
+
+        Raises:
+          ImportError: if JAX's CUDA plugin is not installed.
+          RuntimeError: if JAX has started without it.
+        """
+        if self.missing:
+            raise ImportError(self.missing)
+        try:
+            return _devices(self.description, count)
+        except NotImplementedError as error:
+            raise RuntimeError(
+                "JAX found no GPU when it started, and left its CUDA plugin out. To compile for a "
+                "GPU all the same, start Python with JAX_PLATFORMS=cpu in the environment."
+            ) from error
+
+    def placed(self, tree: Any) -> Any:
+        """A pytree whose arrays are shapes on one of its devices."""
+        sharding = jax.sharding.SingleDeviceSharding(self.devices()[0])
+
+        def there(x: Any) -> Any:
+            if not hasattr(x, "dtype"):
+                return x
+            weak = getattr(x, "weak_type", False)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=weak)
+
+        return jax.tree.map(there, tree)
+
+
+@functools.cache
+def _devices(description: str, count: int) -> Sequence[Any]:
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=description, topology=f"1x{count}x1"
+    )
+    return topology.devices
+
+
+_H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  l2_cache_size: 52428800
+  memory_bandwidth: 4800000000000
+  device_memory_size: 150000000000
+  clock_rate_ghz: 1.98
+}
+platform_name: "CUDA"
+runtime_version { major: 12 minor: 9 }
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H200"
+"""
+
+TARGETS = {"h200": Target(_H200)}
+
+
+def compiled(
+    fun: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: str | None,
+    compiler_options: Mapping[str, Any] | None,
+) -> jax.stages.Compiled:
+    """A function, jitted or not, for the present device or for one of a target."""
+    options, device = dict(compiler_options or {}), None
+    if target is not None:
+        if target not in TARGETS:
+            raise ValueError(
+                f"target is {target!r}, but there are {', '.join(map(repr, TARGETS))}."
+            )
+        found = TARGETS[target]
+        [device] = found.devices()
+        options = {**found.compiler_options, **options}
+        args, kwargs = found.placed((tuple(args), dict(kwargs)))
+    if not hasattr(fun, "lower"):
+        call, arrays = on_arrays(fun, *args, **kwargs)
+        sharding = jax.sharding.SingleDeviceSharding(device) if device else None
+        fun, args, kwargs = jax.jit(call, out_shardings=sharding), (arrays,), {}
+    program = fun.lower(*args, **kwargs).compile(options)
+    if device and device_of(program) != device:
+        raise ValueError(
+            f"The function is jitted for {device_of(program)}, by its shardings or because it "
+            f"takes no arrays: give it without jit to compile it for {target!r}."
+        )
+    return program
