@@ -15,9 +15,11 @@ The function is traced once, at its own dtypes, to a jaxpr, which is split and e
     x: float32 -> product -> half -> segment -> half -> product -> half -> epilogue: float32
 
 `programs` reads jaxprs: what depends on a product and what reaches one, names, marks and paths.
-Here `_state` finds what is updated, `_parts` splits, `_evaluate` evaluates, and `_worth` knows what
-is worth computing twice. Where the backward pass is part of the program, `_repeat` has it do so,
-after `_inline` and `_scans` have brought it and the forward pass together. `_calls` and
+Here a function is traced (`_casting`), planned (`_planner`; `_plan` is the data) and evaluated
+(`_evaluate`). `docs/autocast.md` walks a loss through it. The planner's tables: `_state` finds what
+is updated, `_parts` splits, `_again` decides what is kept and what is computed again, for which
+`_inline`, `_scans`, `_turned`, `_undone` and `_repeat` rewrite a program that holds its backward
+pass; `_joined` and `_passes` make of a segment what XLA makes kernels of. `_calls` and
 `_custom_derivatives` rebuild calls, loops, branches and rules around what is inside them; rules
 that can be called only while JAX differentiates are `_differentiated`'s. `_models` keeps what a
 function changes in nnx models, `_full_precision` marks what is to be left alone, and `_misused` and

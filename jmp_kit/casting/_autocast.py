@@ -1,9 +1,10 @@
 """`autocast` itself, and what it is called with, checked."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -22,7 +23,7 @@ def autocast(
     *,
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
     products: Iterable[str] = PRODUCTS,
-    recompute: bool = True,
+    recompute: bool | float | Literal["most"] = True,
 ) -> Callable[..., Any]:
     """The same function with its products in half and everything between them in float32.
 
@@ -60,9 +61,12 @@ def autocast(
         others use `jax.named_scope`). Around a whole train step use name scopes: the product that
         makes a weight's gradient does not multiply by the weight.
       products: the names of the primitives that are products.
-      recompute: whether the backward pass computes segments again instead of keeping their
-        float32 values. In a wrapped train step it does so but for layers in a `cond`, or in a
-        scan within a scan: there wrap the loss.
+      recompute: how much the backward pass computes again instead of taking it from memory. True
+        is the default; False keeps everything, as JAX does; "most" needs the least memory; and a
+        number says how many bytes may be moved to keep one less, 1.2 by default. It counts where
+        the backward pass is part of the program: in a wrapped train step and in
+        `jmp_kit.value_and_grad`. Around a loss that `jax.grad` differentiates, segments between
+        products are computed again, or not.
 
     Returns:
       A function of the same arguments. Arrays among them are traced, whatever else there is is
@@ -96,7 +100,9 @@ def autocast(
         )
     check_function(fun)
     policy = policy_to_compute(policy)
-    casting = Casting(fun, policy, _compiled(rules or {}), Flow(_names(products)), recompute)
+    casting = Casting(
+        fun, policy, _compiled(rules or {}), Flow(_names(products)), _price(recompute)
+    )
 
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
@@ -126,7 +132,7 @@ def autocast_method(
     fun: Callable[..., Any], policy: Policy, rules: Mapping[str, Policy | str | DTypeLike]
 ) -> Callable[..., Any]:
     """`autocast` of a method of a module; a rule may name what this method does not use."""
-    casting = Casting(fun, policy, _compiled(rules), Flow(PRODUCTS), recompute=True, of_module=True)
+    casting = Casting(fun, policy, _compiled(rules), Flow(PRODUCTS), _PRICE, of_module=True)
     return lambda *args, **kwargs: casting.evaluated(args, kwargs)
 
 
@@ -138,7 +144,8 @@ def plans_of(
     **kwargs: Any,
 ) -> list[Plan]:
     """What `autocast(fun, policy, rules=rules)` makes of these arguments, which may be abstract."""
-    casting = Casting(fun, policy_to_compute(policy), _compiled(rules or {}), Flow(PRODUCTS), True)
+    compiled = _compiled(rules or {})
+    casting = Casting(fun, policy_to_compute(policy), compiled, Flow(PRODUCTS), _PRICE)
     plans: list[Plan] = []
     eval_shape(lambda *args, **kwargs: casting.evaluated(args, kwargs, plans), *args, **kwargs)
     return plans
@@ -161,6 +168,23 @@ def _compiled(rules: Mapping[str, Any]) -> dict[re.Pattern[str], np.dtype]:
                 "parenthesis, bracket, plus, star or dot that is meant literally."
             ) from error
     return compiled
+
+
+# What a byte that is kept for the backward pass may save in bytes moved.
+_PRICE, _MOST = 1.2, 1e3
+
+
+def _price(recompute: bool | float | str) -> float | None:
+    if isinstance(recompute, bool):
+        return _PRICE if recompute else None
+    if recompute == "most":
+        return _MOST
+    if isinstance(recompute, str) or not 0 <= recompute < math.inf:
+        raise ValueError(
+            f"recompute is {recompute!r}: write True for the default, False to keep everything, "
+            '"most" for the least memory, or a number of bytes that may be moved to keep one less.'
+        )
+    return float(recompute)
 
 
 def _names(products: Iterable[str]) -> frozenset[str]:

@@ -33,7 +33,7 @@ class Casting(NamedTuple):
     policy: Policy
     dtypes: Mapping[re.Pattern[str], np.dtype]
     flow: Flow
-    recompute: bool
+    price: float | None  # see Planner
     of_module: bool = False  # see Rules
     is_gradient: bool = False  # taken by jmp_kit, after rules were applied and with a scale chosen
 
@@ -152,7 +152,7 @@ class Casting(NamedTuple):
             reaches=[False] * len(jaxpr.outvars),
             whole=[True] * len(jaxpr.outvars),
         )
-        planner = Planner(self.halves[0], self.flow, self.recompute, States(self.flow))
+        planner = Planner(self.halves[0], self.flow, self.price, States(self.flow))
         plan = planner.plan(jaxpr, known)
         if plans is not None:
             plans.append(plan)

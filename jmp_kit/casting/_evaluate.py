@@ -1,5 +1,6 @@
 """Evaluating a plan, step by step. Everything was decided before."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._biases import carrying_bias
 from jmp_kit.casting._calls import CALLS
-from jmp_kit.casting._plan import Barrier, Call, Fixed, Form, Part, Plan, Stored
+from jmp_kit.casting._plan import Barrier, Call, Fixed, Form, Part, Piece, Plan, Stored
 from jmp_kit.casting._site import Site
 from jmp_kit.programs._jaxpr import Atom, cast, cut_out, is_float32, is_var, retyped, widen
 from jmp_kit.programs._marks import marked, marked_dtype
@@ -31,9 +32,8 @@ def evaluated(plan: Plan, consts: Sequence[Any], args: Sequence[Any]) -> list[An
             case Barrier(eqn):
                 results = lax.optimization_barrier([_read(a, env) for a in eqn.invars])
                 env.update(zip(eqn.outvars, results, strict=True))
-            case Fixed(eqns, outvars):
-                function, invars = cut_out(jaxpr, eqns, outvars)
-                env.update(zip(outvars, function(*(env[v] for v in invars)), strict=True))
+            case Fixed(piece):
+                env.update(_piece(jaxpr, piece, env))
             case Part():
                 _part(jaxpr, step, env)
             case Call(eqn):
@@ -45,16 +45,27 @@ def _read(atom: Atom, env: Mapping[Var, Any]) -> Any:
     return env[atom] if is_var(atom) else atom.val
 
 
+def _piece(jaxpr: Jaxpr, piece: Piece, env: Mapping[Var, Any]) -> dict[Var, Any]:
+    if piece.apart:
+        fresh = lax.optimization_barrier([env[v] for v in piece.apart])
+        env = {**env, **dict(zip(piece.apart, fresh, strict=True))}
+    function, invars = cut_out(jaxpr, piece.eqns, piece.results)
+    results = function(*(widen(env[v], v) for v in invars))
+    return dict(zip(piece.results, results, strict=True))
+
+
 def _part(jaxpr: Jaxpr, part: Part, env: Env) -> None:
-    function, needed = cut_out(jaxpr, part.segment, part.made)
-    products = [eqn for eqn, _ in part.products]
-    _, invars = cut_out(jaxpr, [*part.segment, *products], part.results)
+    eqns = [e for piece in part.segment for e in piece.eqns] + [e for e, _ in part.products]
+    _, invars = cut_out(jaxpr, eqns, part.results)
 
     def results(*args: Any) -> list[Any]:
         values = dict(zip(invars, args, strict=True))
-        made = function(*(widen(values[v], v) for v in needed))
-        for v, x in zip(part.made, made, strict=True):
-            values[v] = _stored(x, part.stored[v]) if v in part.stored else x
+        for piece in part.segment:
+            for v, x in _piece(jaxpr, piece, values).items():
+                if v in part.stored:
+                    with _named(part.stored[v].eqn):
+                        x = _stored(x, part.stored[v])
+                values[v] = x
         for eqn, half in part.products:
             values.update(zip(eqn.outvars, _closed(jaxpr, eqn, half, values), strict=True))
         return [values[v] for v in part.results]
@@ -66,6 +77,12 @@ def _part(jaxpr: Jaxpr, part: Part, env: Env) -> None:
     for result, bias in part.biases.items():
         env[result] = carrying_bias(env[result], env[bias])
         env[bias] = lax.stop_gradient(env[bias])
+
+
+def _named(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """The names around an equation, for what is done beside it."""
+    stack = str(eqn.source_info.name_stack)
+    return jax.named_scope(stack) if stack else contextlib.nullcontext()
 
 
 def _stored(x: Any, stored: Stored) -> Any:
@@ -80,7 +97,8 @@ def _stored(x: Any, stored: Stored) -> Any:
         case Form.APART:
             return lax.optimization_barrier(half)
         case Form.FUSED:
-            return lax.select_n(lax.optimization_barrier(np.True_), lax.full_like(half, 0), half)
+            opaque = lax.optimization_barrier(np.True_)
+            return lax.select_n(opaque, lax.full_like(half, 0), half)
         case _:
             return half
 
@@ -102,8 +120,10 @@ def _closed(jaxpr: Jaxpr, eqn: JaxprEqn, half: np.dtype | None, env: Mapping[Var
     if marked_dtype(eqn) is None:  # for an autocast around this one
         halved = marked(halved, half)
     function, _ = cut_out(jaxpr, [halved], outvars)
-    operands = (_read(a, env) for a in eqn.invars)
-    return function(*(cast(x, v.aval.dtype) for x, v in zip(operands, invars, strict=True)))
+    with _named(eqn):
+        operands = (_read(a, env) for a in eqn.invars)
+        given = [cast(x, v.aval.dtype) for x, v in zip(operands, invars, strict=True)]
+    return function(*given)
 
 
 def _call(jaxpr: Jaxpr, call: Call, env: Mapping[Var, Any]) -> Sequence[Any]:

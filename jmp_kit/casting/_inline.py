@@ -5,34 +5,34 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.programs._flow import Flow, bodies_of
+from jmp_kit.programs._flow import bodies_of
 from jmp_kit.programs._jaxpr import Atom, copied, in_place
 from jmp_kit.programs._marks import called
 
 
-def inlined(jaxpr: Jaxpr, flow: Flow) -> Jaxpr:
-    """The jaxpr without calls of jit that hold products, but for those that place what they take.
+def inlined(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr without calls of jit, but for those that place what they take.
 
     XLA inlines them, too.
     """
     renamed: dict[Var, Atom] = {}
-    eqns = list(_inlined(jaxpr.eqns, renamed, (), flow))
+    eqns = list(_inlined(jaxpr.eqns, renamed, ()))
     return jaxpr.replace(eqns=eqns, outvars=in_place(jaxpr.outvars, renamed))
 
 
 def _inlined(
-    eqns: Sequence[JaxprEqn], renamed: dict[Var, Atom], calls: Sequence[JaxprEqn], flow: Flow
+    eqns: Sequence[JaxprEqn], renamed: dict[Var, Atom], calls: Sequence[JaxprEqn]
 ) -> Iterator[JaxprEqn]:
     for eqn in eqns:
         copy = copied(eqn, renamed)
         for call in reversed(calls):
             copy = called(copy, call)
-        if not (flow.holds_product(eqn) and _only_calls(eqn)):
+        if not _only_calls(eqn):
             yield copy
             continue
         [body] = bodies_of(eqn)
         inner: dict[Var, Atom] = dict(zip(body.jaxpr.invars, copy.invars, strict=True))
-        yield from _inlined(body.jaxpr.eqns, inner, (*calls, eqn), flow)
+        yield from _inlined(body.jaxpr.eqns, inner, (*calls, eqn))
         renamed.update(zip(eqn.outvars, in_place(body.jaxpr.outvars, inner), strict=True))
 
 

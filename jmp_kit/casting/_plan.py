@@ -54,19 +54,25 @@ class Barrier(NamedTuple):
     eqn: JaxprEqn
 
 
-class Fixed(NamedTuple):
-    """What depends on no product (masks, positions, random bits): computed once, as traced."""
+class Piece(NamedTuple):
+    """Equations that run as they were traced, and what is taken of their results."""
 
     eqns: Sequence[JaxprEqn]
     results: Sequence[Var]
+    apart: Sequence[Var] = ()  # of what they take, what XLA is not to share with others
+
+
+class Fixed(NamedTuple):
+    """What depends on no product (masks, positions, random bits): computed once, as traced."""
+
+    piece: Piece
 
 
 class Part(NamedTuple):
     """A segment and the products after it."""
 
-    segment: Sequence[JaxprEqn]
-    made: Sequence[Var]  # what its products, and others, take of the segment's results
-    stored: Mapping[Var, Stored]  # of these
+    segment: Sequence[Piece]  # each takes what those before it stored
+    stored: Mapping[Var, Stored]
     products: Sequence[tuple[JaxprEqn, np.dtype | None]]  # what each computes in; a kernel as it is
     results: Sequence[Var]  # of segment and products, what others take
     halved: Mapping[Var, np.dtype]  # what only products take of its arguments, to be kept so

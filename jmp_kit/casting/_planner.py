@@ -11,11 +11,26 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_kit.casting import _plan
 from jmp_kit.casting._biases import bias_of
 from jmp_kit.casting._inline import inlined
+from jmp_kit.casting._joined import joined
 from jmp_kit.casting._parts import acts, is_barrier, parts_of, split_at
-from jmp_kit.casting._plan import Barrier, Call, Fixed, Form, Known, Part, Plan, Step, Stored
+from jmp_kit.casting._passes import passes
+from jmp_kit.casting._plan import (
+    Barrier,
+    Call,
+    Fixed,
+    Form,
+    Known,
+    Part,
+    Piece,
+    Plan,
+    Step,
+    Stored,
+)
 from jmp_kit.casting._repeat import repeating
 from jmp_kit.casting._scans import repeating_scans
 from jmp_kit.casting._state import STATE, Origins, States
+from jmp_kit.casting._turned import turned
+from jmp_kit.casting._undone import undivided
 from jmp_kit.casting._worth import costly, is_costly, is_kept, is_linear, reduced, spread, summed
 from jmp_kit.programs._flow import Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import (
@@ -46,6 +61,7 @@ class Program(NamedTuple):
     spread: set[Var]
     uses: Mapping[Var, Sequence[JaxprEqn | None]]  # in order; None for a result of the jaxpr
     states: States
+    is_gradient: bool
 
     def leaving(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
         """What others take of the results of these equations."""
@@ -64,14 +80,14 @@ class Planner:
 
     half: np.dtype
     flow: Flow
-    recompute: bool
+    price: float | None  # of a byte kept, in bytes moved; None: nothing is computed again
     states: States
     # That the program is inside of, the outermost first.
     calls: tuple[JaxprEqn, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def plan(self, jaxpr: Jaxpr, known: Known) -> Plan:
         """What is to become of a program."""
-        jaxpr, parts = self._repeated(jaxpr, known.depends)
+        jaxpr, parts = self._repeated(jaxpr, known.depends, known.reaches)
         program = self._read(jaxpr, known)
         stepping = program.states.steps(jaxpr)
         steps: list[Step] = []
@@ -83,7 +99,7 @@ class Planner:
                 steps.append(self._call(program, part[0], stepping))
             else:
                 fixed = [e for e in part if not self._moves(program, e)]
-                steps.append(Fixed(fixed, program.leaving(fixed)))
+                steps.append(Fixed(Piece(fixed, program.leaving(fixed))))
                 there.update(v for e in fixed for v in e.outvars)
                 moving = [e for e in part if self._moves(program, e)]
                 steps += self._parts(program, moving, there)
@@ -91,15 +107,18 @@ class Planner:
         return Plan(jaxpr, steps)
 
     def _repeated(
-        self, jaxpr: Jaxpr, depends: Sequence[bool]
+        self, jaxpr: Jaxpr, depends: Sequence[bool], reaches: Sequence[bool]
     ) -> tuple[Jaxpr, list[list[JaxprEqn]]]:
         """The program, its backward pass with equations that make again what it takes."""
-        if not (self.recompute and any(is_backward(stack_of(e)) for e in jaxpr.eqns)):
+        if self.price is None or not _is_gradient(jaxpr):
             return jaxpr, parts_of(jaxpr.eqns, self.flow)
-        jaxpr = repeating_scans(inlined(jaxpr, self.flow), self.flow, depends)
+        jaxpr = turned(repeating_scans(inlined(jaxpr), self.flow, depends), self.flow)
+        jaxpr, quotients = undivided(jaxpr, self.flow, lambda eqn: is_backward(stack_of(eqn)))
         depending = self.flow.depending(jaxpr, depends)
         parts = parts_of(jaxpr.eqns, self.flow)
-        parts = list(repeating(parts, self.flow, depending, uses_of(jaxpr)))
+        reaching = self.flow.reaching(jaxpr, reaches)
+        uses = uses_of(jaxpr)
+        parts = list(repeating(parts, self.flow, depending, reaching, uses, quotients, self.price))
         return jaxpr.replace(eqns=[eqn for part in parts for eqn in part]), parts
 
     def _read(self, jaxpr: Jaxpr, known: Known) -> Program:
@@ -120,6 +139,7 @@ class Planner:
             spread(jaxpr, self.flow),
             uses_of(jaxpr),
             states,
+            self.price is not None and _is_gradient(jaxpr),
         )
 
     def _moves(self, program: Program, eqn: JaxprEqn) -> bool:
@@ -128,19 +148,26 @@ class Planner:
     def _parts(
         self, program: Program, moving: Sequence[JaxprEqn], there: set[Var]
     ) -> Iterator[Part]:
-        """A segment and the products after it; in two, if the segment takes what it stores."""
+        """A segment and the products after it.
+
+        In two, if the segment takes what it stores and JAX makes the backward pass, which is then
+        made of what is stored.
+        """
         results = program.leaving(moving)
         products = [e for e in moving if self.flow.closes(e)]
         segment = moving[: len(moving) - len(products)]
         multiplied = {a for e in products for a in e.invars if is_var(a)}
         leaving = multiplied.union(results)
+        if program.is_gradient:
+            leaving.update(joined(segment, program.uses))
         made = [v for e in segment for v in e.outvars if v in leaving]
         stored = self._stored(program, segment, made)
-        head, rest = split_at(segment, {v for v, s in stored.items() if s.form})
-        if head and rest:
-            yield from self._parts(program, head, there)  # the rest reads what is stored
-            yield from self._parts(program, [*rest, *products], there)
-            return
+        if not program.is_gradient:
+            head, rest = split_at(segment, {v for v, s in stored.items() if s.form})
+            if head and rest:
+                yield from self._parts(program, head, there)
+                yield from self._parts(program, [*rest, *products], there)
+                return
         closing = program.reaching.intersection(results)
         # JAX's checkpoint cannot keep what is complex, the result of an FFT say.
         once = any(acts(e) or any(map(is_complex, e.outvars)) for e in moving)
@@ -150,13 +177,14 @@ class Planner:
         given = {*program.jaxpr.invars, *program.jaxpr.constvars} - program.depending
         unmarked = {a for e in products if not marked_dtype(e) for a in e.invars if is_var(a)}
         yield Part(
-            segment=segment,
-            made=made,
+            segment=list(passes(segment, made, stored, program.depends))
+            if program.is_gradient
+            else [Piece(segment, made)],
             stored=stored,
             products=[(e, self._dtype_of(e)) for e in products],
             results=results,
             halved=dict.fromkeys(filter(is_float32, unmarked - taken - given), self.half),
-            saveable=self._saveable if self.recompute and is_repeated else None,
+            saveable=self._saveable if self.price is not None and is_repeated else None,
             biases=dict(self._biases(program, products, there)),
         )
 
@@ -195,6 +223,9 @@ class Planner:
                 why = _plan.UPDATED if is_state else _plan.LEADS
                 return Stored(eqn, self.calls, v, np.dtype(np.float32), why)
             is_apart = size_of(v) <= largest_costly or v not in program.summed
+            # Nor does it fuse a sum of the backward pass with what the forward pass made.
+            is_late = [use is None or is_backward(stack_of(use)) for use in program.uses[v]]
+            is_apart |= not is_backward(stack_of(eqn)) and any(is_late)
             form = Form.APART if is_apart else Form.FUSED
             return Stored(eqn, self.calls, v, self.half, _plan.ANEW, form)
 
@@ -272,6 +303,10 @@ class Planner:
             else:
                 dtype, why = self.half, _plan.ANEW
             yield dtype, Stored(eqn, self.calls[:-1], var, dtype, f"{_plan.CARRIED}, {why}")
+
+
+def _is_gradient(jaxpr: Jaxpr) -> bool:
+    return any(is_backward(stack_of(e)) for e in jaxpr.eqns)
 
 
 def _takes_part(segment: Sequence[JaxprEqn], atoms: Sequence[object]) -> bool:

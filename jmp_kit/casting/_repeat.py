@@ -5,26 +5,48 @@ that holds its backward pass already stores for it what its forward pass made; i
 of the backward pass are given equations that make it again, of what is stored anyway.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
 import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
+from jmp_kit.casting._again import Value, kept
 from jmp_kit.casting._parts import acts
-from jmp_kit.casting._worth import is_kept, is_linear
+from jmp_kit.casting._worth import is_kept, reduces
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import Atom, copied, is_float32, is_var, names_within, opened, taking
+from jmp_kit.programs._jaxpr import (
+    Atom,
+    copied,
+    is_float32,
+    is_small,
+    is_var,
+    names_within,
+    opened,
+    shape_of,
+    taking,
+)
 from jmp_kit.programs._marks import is_backward, stack_of
 
 Part = list[JaxprEqn]
+
+
+class Rounded(NamedTuple):
+    """A value as products take it."""
+
+    var: Var
 
 
 def repeating(
     parts: Sequence[Part],
     flow: Flow,
     depending: Set[Var],
+    reaching: Set[Var],
     uses: Mapping[Var, Sequence[JaxprEqn | None]],
+    quotients: Set[Var],
+    price: float,
 ) -> Iterator[Part]:
     """The parts, those of the backward pass after what they make again.
 
@@ -32,13 +54,17 @@ def repeating(
 
     Args:
       depending: the variables that depend on a product.
+      reaching: those from which a product can be reached.
       uses: the equations that take each variable; None for a result of the program.
+      quotients: what may be computed with as it is stored for products, that is rounded.
+      price: of a byte that is kept, in bytes moved.
     """
     eqns = [e for part in parts for e in part]
     backward = {id(e) for e in eqns if is_backward(stack_of(e))}
     early = depending - {v for e in eqns if id(e) in backward for v in e.outvars}
     order = {id(e): i for i, e in enumerate(eqns)}
     part_of = {id(e): i for i, part in enumerate(parts) for e in part}
+    made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
 
     def is_spared(use: JaxprEqn | None, part: int) -> bool:
         beside = use is not None and part_of[id(use)] == part
@@ -48,13 +74,62 @@ def repeating(
         return v in early and all(is_spared(use, part) for use in uses[v])
 
     maker = makers(parts, flow, is_made_again)
+    normed = {v for part in parts for v in _normed(part)}
+
+    def from_memory(eqn: JaxprEqn) -> bool:
+        return _is_whole(eqn, flow) or (_is_kept(eqn, flow) and not reduces(eqn))
+
+    def values_of(v: Var) -> Iterator[tuple[Hashable, Value]]:
+        """A value to compute with, and where they differ the same as products take it, rounded."""
+        takers = [e for e in uses[v] if e is None or part_of[id(e)] != made_in[v]]
+        late = [e for e in takers if e is not None and id(e) in backward]
+        is_multiplied = any(map(from_memory, late))
+        is_read = not all(map(from_memory, late))
+        closing = any(e is not None and flow.closes(e) for e in uses[v])
+        is_stored = v not in maker or len(late) < len(takers)
+        is_half = is_float32(v) and (
+            closing or flow.is_product(eqn_of[v]) or not is_small(v, parts[made_in[v]])
+        )
+        # Of symbolic dimensions each is as good as one.
+        size = math.prod(n for n in shape_of(v) if isinstance(n, int))
+        nbytes = size * (2 if is_half else v.aval.dtype.itemsize)
+        # A norm is made again in a pass of its own, which reads what it is a norm of.
+        again = nbytes * (2 if v in normed else 1) if is_multiplied else 0
+        operands = [a for a in maker[v].invars if is_var(a)] if v in maker else None
+        if closing and is_half and not is_stored and v not in quotients:
+            yield v, Value(operands, nbytes, False, True, is_read, False, 0)
+            yield Rounded(v), Value([v], nbytes, True, False, False, is_multiplied, again)
+        else:
+            stored = is_stored or closing
+            rounded = is_half and not stored
+            yield v, Value(operands, nbytes, stored, rounded, is_read, is_multiplied, again)
+
+    eqn_of = {v: e for e in eqns for v in e.outvars}
+    values: dict[Hashable, Value] = {}
+    late = ((i, e) for i, part in enumerate(parts) for e in part if id(e) in backward)
+    waiting = [a for i, e in late for a in e.invars if is_var(a) and made_in.get(a, i) != i]
+    while waiting:
+        v = waiting.pop()
+        if v in early and v in made_in and v not in values:
+            found = dict(values_of(v))
+            values |= found
+            waiting += found[v].operands or ()
+    keep = kept(values, price)
+    maker = {v: e for v, e in maker.items() if v not in keep}
+
+    def is_there(v: Var, eqn: JaxprEqn) -> bool:
+        return Rounded(v) in keep and from_memory(eqn)
+
+    def with_copies(eqn: JaxprEqn, renamed: Mapping[Var, Atom]) -> JaxprEqn:
+        return taking(eqn, {v: a for v, a in renamed.items() if not is_there(v, eqn)})
+
     [barrier] = opened(jax.make_jaxpr(lax.optimization_barrier)(0.0))[0].eqns
-    ends = {v for e in eqns if flow.closes(e) and id(e) in backward for v in e.outvars}
+    ends = {v for e in eqns if flow.closes(e) and id(e) in backward for v in e.outvars} & reaching
     behind: dict[Var, Var] = {}  # the barrier, where XLA cannot tell what it was before
-    made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
     for i, part in enumerate(parts):
-        taken = [a for e in part if id(e) in backward for a in e.invars if is_var(a)]
-        wanted = [a for a in taken if a in maker and made_in[a] != i]
+        pairs = [(a, e) for e in part if id(e) in backward for a in e.invars if is_var(a)]
+        taken = [a for a, _ in pairs]
+        wanted = [a for a, e in pairs if a in maker and made_in[a] != i and not is_there(a, e)]
         if not wanted:
             yield part
             continue
@@ -68,17 +143,29 @@ def repeating(
             yield [barrier.replace(invars=fresh, outvars=[behind[v] for v in fresh])]
         renamed: dict[Var, Atom] = dict(behind)
         copies = [copied(again[n], renamed) for n in sorted(again, key=order.__getitem__)]
-        yield copies + [taking(e, renamed) if id(e) in backward else e for e in part]
+
+        yield copies + [with_copies(e, renamed) if id(e) in backward else e for e in part]
+
+
+def _normed(part: Part) -> set[Var]:
+    """What is made with sums along rows."""
+    found: set[Var] = set()
+    for eqn in part:
+        if reduces(eqn) and "axes" in eqn.params:
+            is_row = tuple(eqn.params["axes"]) == (len(shape_of(eqn.invars[0])) - 1,)
+        else:
+            is_row = any(is_var(a) and a in found for a in eqn.invars)
+        found |= set(eqn.outvars) if is_row else set()
+    return found
 
 
 def makers(
     parts: Sequence[Part], flow: Flow, is_made_again: Callable[[Var, int], bool]
 ) -> dict[Var, JaxprEqn]:
-    """What may be made again, and the equation that does so, where that is worth it."""
+    """What may be made again, and the equation that does so."""
     return {
         v: e
         for i, part in enumerate(parts)
-        if not is_linear([e for e in part if not flow.closes(e)])
         for e in part
         if not _is_whole(e, flow) and not _is_kept(e, flow)
         for v in e.outvars

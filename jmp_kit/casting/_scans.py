@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._parts import parts_of
 from jmp_kit.casting._repeat import makers, traced_back
+from jmp_kit.casting._worth import is_linear
 from jmp_kit.programs._flow import Flow, bodies_of
 from jmp_kit.programs._jaxpr import (
     Atom,
@@ -56,7 +57,7 @@ class _Scan(NamedTuple):
 
 def _opened(eqn: JaxprEqn, flow: Flow) -> _Scan:
     [body] = bodies_of(eqn)
-    jaxpr = inlined(body.jaxpr, flow)
+    jaxpr = inlined(body.jaxpr)
     n_consts, n_carry = scan_counts(eqn)
     operands = list(zip(eqn.invars, jaxpr.invars, strict=True))
     results = list(zip(eqn.outvars, jaxpr.outvars, strict=True))
@@ -159,11 +160,15 @@ def _makers(
     others = {a for _, a in scan.carried if is_var(a)}
     others |= {a for _, a in scan.ys if is_var(a) and a not in slices}
     parts = parts_of(jaxpr.eqns, flow)
+    linear = {
+        i for i, part in enumerate(parts) if is_linear([e for e in part if not flow.closes(e)])
+    }
     part_of = {id(e): i for i, part in enumerate(parts) for e in part}
     uses = uses_of(jaxpr)
 
     def is_made_again(v: Var, part: int) -> bool:
         alone = all(use is None or part_of[id(use)] == part for use in uses[v])
-        return v not in depending or (alone and v not in others)
+        is_worth_it = alone and v not in others and part not in linear
+        return v not in depending or is_worth_it
 
     return makers(parts, flow, is_made_again)

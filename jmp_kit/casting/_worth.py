@@ -37,6 +37,11 @@ def is_kept(primitive: str) -> bool:
     return primitive.startswith(_KEPT) and primitive not in _NOT_KEPT
 
 
+def reduces(eqn: JaxprEqn) -> bool:
+    """Whether it sums up, or chooses, along axes."""
+    return eqn.primitive.name.startswith(("reduce_", "argm"))
+
+
 def is_linear(segment: Sequence[JaxprEqn]) -> bool:
     """Whether its derivative needs nothing of it."""
     return {e.primitive.name for e in segment} <= _LINEAR

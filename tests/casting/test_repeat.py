@@ -55,7 +55,7 @@ def test_it_needs_the_memory_of_a_wrapped_loss(name):
 
     whole, kept = (
         bytes_of(compiled(autocast(step_of(LOSSES[name]), "mixed_bfloat16", recompute=recompute)))
-        for recompute in (True, False)
+        for recompute in ("most", False)
     )
     loss_alone = bytes_of(compiled(step_of(autocast(LOSSES[name], "mixed_bfloat16"))))
     assert whole <= 1.1 * loss_alone

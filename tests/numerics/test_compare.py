@@ -48,7 +48,7 @@ def test_a_row_for_each_policy(compared):
 def test_the_errors_are_those_of_the_gradient(compared):
     found, _ = compared
     half = jmp_kit.autocast(loss_fn, "mixed_bfloat16")
-    loss, grads = jax.jit(jax.value_and_grad(half))(PARAMS, X)
+    loss, grads = jax.jit(jmp_kit.value_and_grad(half, jmp_kit.NoOpLossScale()))(PARAMS, X)
     with jax.default_matmul_precision("highest"):
         full_loss, full = jax.jit(jax.value_and_grad(loss_fn))(PARAMS, X)
     flat, full_flat = (

@@ -1,0 +1,311 @@
+"""A segment as passes over memory, each of which XLA makes one kernel of.
+
+A kernel on a GPU goes over memory once: it reads, computes in registers, and ends with a sum or
+with what it writes. XLA decides where kernels end, and where a value is dear to compute, or goes
+into two sums, it writes that in float32 for several kernels to read. So each pass here gets
+equations of its own, from what is stored in half, and a barrier before them that keeps XLA from
+sharing.
+
+A sum along rows that goes back into its rows, as in softmax and norms, is part of the pass that
+takes it: XLA makes one kernel of such a row where it recognises the difference of a row and its
+sum, so that is what it is shown. Sums over other axes end a pass.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_kit.casting._parts import acts
+from jmp_kit.casting._plan import Piece, Stored
+from jmp_kit.casting._worth import is_costly
+from jmp_kit.programs._jaxpr import (
+    Atom,
+    copied,
+    is_float32,
+    is_var,
+    opened,
+    shape_of,
+    size_of,
+    subjaxprs,
+)
+
+# What moves values, beside what computes with each of them.
+_MOVES = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev"}
+_MOVES |= {"concatenate", "pad", "iota", "split", "select_n", "clamp", "convert_element_type"}
+_REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+
+# What is this much smaller than the largest value, or smaller than this, is no matter.
+_SMALL, _LEAST = 16, 2**14
+
+# XLA fuses a sum of many values with what they are made of, unless it gives few results: these are
+# summed up in two stages, the first of which gives more. Over leading axes alone it does so itself.
+_STAGES, _FEW, _MANY = 8, 2**14, 2**20
+
+
+# A row that one kernel holds in registers.
+_LONGEST = 2**14
+
+
+class Cone(NamedTuple):
+    """What a value is made of in one pass."""
+
+    eqns: list[JaxprEqn]
+    sources: list[Var]
+
+
+class Pass(NamedTuple):
+    """Which values are made in one: all of the same level and key."""
+
+    level: int  # after those of lower levels, whose results it takes
+    key: tuple[object, ...]
+    sources: frozenset[Var] = frozenset()  # of a sum: what it reads
+    is_apart: bool = False
+    is_row: bool = False
+
+
+def passes(
+    segment: Sequence[JaxprEqn],
+    made: Sequence[Var],
+    stored: Mapping[Var, Stored],
+    depends: Callable[[Atom], bool],
+) -> Iterator[Piece]:
+    """The segment's equations, in passes.
+
+    Args:
+      segment: the equations.
+      made: what is wanted of their results.
+      stored: how some of these are stored.
+      depends: whether a value depends on a product, and so may be there in half.
+    """
+    if any(map(acts, segment)):  # which is alone
+        yield Piece(segment, made)
+        return
+    found = _Segment(segment, made, stored, depends)
+    groups: dict[Pass, list[Var]] = collections.defaultdict(list)
+    for v in found.roots:
+        groups[found.pass_of(v)].append(v)
+    for group in found.merged(groups):
+        yield found.piece(group, groups[group])
+
+
+class _Segment:
+    def __init__(
+        self,
+        segment: Sequence[JaxprEqn],
+        made: Sequence[Var],
+        stored: Mapping[Var, Stored],
+        depends: Callable[[Atom], bool],
+    ) -> None:
+        self.maker = {v: e for e in segment for v in e.outvars}
+        self.place = {id(e): i for i, e in enumerate(segment)}
+        atoms = (a for e in segment for a in (*e.invars, *e.outvars))
+        self.largest = max((n for n in map(size_of, atoms) if isinstance(n, int)), default=0)
+        self.rounded = {v for v, s in stored.items() if s.form and v in self.maker}
+        self.depends = depends
+        self.joins = self._joining(segment)
+        # What ends a pass, for whoever takes it: all but what a pass of its own makes again.
+        ends = {v for v, e in self.maker.items() if not self._is_fused(e) and not self._is_row(e)}
+        self.stops = ends | self.rounded
+        wanted = [v for v in made if v in self.maker]
+        statistics = self._statistics([*ends, *(v for v in wanted if not self._is_big(v))])
+        every = ends.union(self.rounded, wanted, statistics)
+        self.statistics = statistics
+        self.roots = [v for e in segment for v in e.outvars if v in every]
+        self.passes: dict[Var, Pass] = {}
+
+    def _is_big(self, atom: Atom) -> bool:
+        size = size_of(atom)  # a symbolic one is not known to be
+        return isinstance(size, int) and size * _SMALL >= self.largest and size >= _LEAST
+
+    def _is_fused(self, eqn: JaxprEqn) -> bool:
+        """Whether XLA computes it in registers: one value of another, or of those in its place."""
+        if acts(eqn) or any(True for _ in subjaxprs(eqn)):
+            return False
+        if eqn.primitive.name in _MOVES:
+            return True
+        if eqn.primitive.name in _REDUCES:
+            return not self._is_big(eqn.invars[0])
+        shapes = {shape_of(a) for a in eqn.invars}
+        return len(eqn.outvars) == 1 and all(
+            _goes_into(shape, shape_of(eqn.outvars[0])) for shape in shapes
+        )
+
+    def _is_row(self, eqn: JaxprEqn) -> bool:
+        """Whether it is a sum along rows that goes back into them."""
+        [operand] = eqn.invars if eqn.primitive.name in _REDUCES else [None]
+        return (
+            operand is not None
+            and self._is_big(operand)
+            and _is_along_rows(eqn)
+            and shape_of(operand)[-1] <= _LONGEST
+            and eqn.outvars[0] in self.joins
+        )
+
+    def _joining(self, segment: Sequence[JaxprEqn]) -> set[Var]:
+        """The small values that are combined with big ones."""
+        found: set[Var] = set()
+        for eqn in reversed(segment):
+            if self._is_fused(eqn) and (
+                any(map(self._is_big, eqn.outvars)) or not found.isdisjoint(eqn.outvars)
+            ):
+                found |= {a for a in eqn.invars if is_var(a) and not self._is_big(a)}
+        return found
+
+    def _statistics(self, roots: Iterable[Var]) -> set[Var]:
+        """The sums along rows that others take than passes over rows, each of which has its own."""
+        found: set[Var] = set()
+        for v in roots:
+            if not self._is_row(self.maker[v]):
+                rows = filter(self._is_row, self.cone(v, self.stops | found).eqns)
+                found.update(v for eqn in rows for v in eqn.outvars)
+        return found | {v for v in roots if self._is_row(self.maker[v])}
+
+    def cone(self, root: Var, stops: set[Var]) -> Cone:
+        """What it is made of, back to what the segment takes, or a pass before this one makes."""
+        eqns: dict[int, JaxprEqn] = {}
+        sources: dict[Var, None] = {}
+        waiting = [root]
+        while waiting:
+            v = waiting.pop()
+            if v not in self.maker or (v in stops and v is not root):
+                sources[v] = None
+            elif id(self.maker[v]) not in eqns:
+                eqns[id(self.maker[v])] = self.maker[v]
+                waiting += filter(is_var, self.maker[v].invars)
+        return Cone([eqns[i] for i in sorted(eqns, key=self.place.__getitem__)], list(sources))
+
+    def pass_of(self, root: Var) -> Pass:
+        """The pass that makes it."""
+        if root not in self.passes:
+            self.passes[root] = self._pass_of(root)
+        return self.passes[root]
+
+    def _pass_of(self, root: Var) -> Pass:
+        cone = self.cone(root, self.stops)
+        eqn = self.maker[root]
+        is_row = self._is_big(root) and any(map(self._is_row, cone.eqns))
+        if not is_row and root not in self.statistics:
+            cone = self.cone(root, self.stops | self.statistics)
+        before = [v for v in cone.sources if v in self.maker]
+        level = 1 + max((self.pass_of(v).level for v in before), default=0)
+        if is_row:
+            return Pass(level, (root,), is_apart=True, is_row=True)
+        if root in self.statistics:
+            return Pass(level, ("statistics",))
+        if eqn.primitive.name in _REDUCES and self._is_big(eqn.invars[0]):
+            sources = self._fresh(cone)
+            key = eqn.primitive.name, shape_of(eqn.invars[0]), tuple(eqn.params["axes"])
+            is_apart = len(sources) > 1 or any(map(is_costly, cone.eqns))
+            is_apart &= not _is_along_rows(eqn)
+            return Pass(level, key, frozenset(sources), is_apart=is_apart)
+        is_whole = not self._is_fused(eqn) and eqn.primitive.name not in _REDUCES
+        return Pass(level, (id(eqn),) if is_whole else ())
+
+    def merged(self, groups: dict[Pass, list[Var]]) -> list[Pass]:
+        """The passes in order, sums made in the pass of others that read the same in any case."""
+        for group in [group for group in groups if group.sources]:
+            others = (g for g in groups if g.key == group.key and g is not group)
+            for other in others:
+                if other.level == group.level and other.is_apart and group.sources <= other.sources:
+                    groups[other] += groups.pop(group)
+                    break
+        return sorted(groups, key=lambda group: group.level)
+
+    def _fresh(self, cone: Cone) -> tuple[Var, ...]:
+        """The big values that are there in half."""
+        return tuple(
+            v
+            for v in cone.sources
+            if self._is_big(v) and is_float32(v) and self.depends(v) and v not in self.maker
+        ) + tuple(v for v in cone.sources if v in self.rounded)
+
+    def piece(self, group: Pass, roots: Sequence[Var]) -> Piece:
+        """What is evaluated as one."""
+        with_rows = group.is_row or not self.statistics.isdisjoint(roots)
+        cones = [
+            self.cone(v, self.stops | (set() if with_rows else self.statistics)) for v in roots
+        ]
+        eqns = {id(e): e for cone in cones for e in cone.eqns}
+        ordered = [eqns[i] for i in sorted(eqns, key=self.place.__getitem__)]
+        fresh = dict.fromkeys(v for cone in cones for v in self._fresh(cone))
+        if group.is_row:
+            ordered = list(_shown(ordered, self._is_row))
+        elif group.is_apart:
+            ordered = list(_staged(ordered, set(roots)))
+        return Piece(ordered, list(roots), list(fresh) if group.is_apart else [])
+
+
+def _is_along_rows(eqn: JaxprEqn) -> bool:
+    return tuple(eqn.params["axes"]) == (len(shape_of(eqn.invars[0])) - 1,)
+
+
+def _goes_into(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return not shape or (
+        len(shape) == len(whole) and all(a in (1, b) for a, b in zip(shape, whole, strict=True))
+    )
+
+
+def _replaced(eqn: JaxprEqn, function: Callable[..., object]) -> Iterator[JaxprEqn]:
+    """The equations of a function of the same operands, which give what the equation gives."""
+    jaxpr, _ = opened(jax.make_jaxpr(function)(*(a.aval for a in eqn.invars)))
+    renamed: dict[Var, Atom] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
+    for inner in jaxpr.eqns:
+        copy = copied(inner, renamed).replace(source_info=eqn.source_info)
+        [*results] = [
+            eqn.outvars[jaxpr.outvars.index(v)] if v in jaxpr.outvars else renamed[v]
+            for v in inner.outvars
+        ]
+        renamed.update(zip(inner.outvars, results, strict=True))
+        yield copy.replace(outvars=results)
+
+
+def _shown(eqns: Sequence[JaxprEqn], is_row: Callable[[JaxprEqn], bool]) -> Iterator[JaxprEqn]:
+    """The equations, one sum along rows written so that XLA sees what it is."""
+    for eqn in eqns:
+        if is_row(eqn) and eqn.primitive.name == "reduce_sum" and is_float32(eqn.outvars[0]):
+            yield from _replaced(eqn, row_sum)
+        else:
+            yield eqn
+
+
+def row_sum(x: jax.Array) -> jax.Array:
+    """The sum over the last axis, from the difference of `x` and the sum."""
+    total = jnp.sum(x, axis=-1, keepdims=True)
+    return jnp.max(x - (x - total), axis=-1)
+
+
+def _staged(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
+    """The equations, sums that give few results in two stages."""
+    for eqn in eqns:
+        is_sum = eqn.primitive.name == "reduce_sum" and eqn.outvars[0] in roots
+        axis = _divided(eqn) if is_sum else None
+        if axis is None:
+            yield eqn
+        else:
+            axes = tuple(eqn.params["axes"])
+            yield from _replaced(eqn, functools.partial(staged_sum, axes=axes, axis=axis))
+
+
+def _divided(eqn: JaxprEqn) -> int | None:
+    """The axis that is summed up in two stages, if one is."""
+    [operand], [result] = eqn.invars, eqn.outvars
+    shape, n = shape_of(operand), size_of(result)
+    is_leading = sorted(eqn.params["axes"]) == list(range(len(eqn.params["axes"])))
+    if size_of(operand) < _MANY or n >= _FEW or is_leading:
+        return None
+    axes = [a for a in eqn.params["axes"] if a < len(shape) - 1 and shape[a] % _STAGES == 0]
+    return axes[0] if axes else None
+
+
+def staged_sum(x: jax.Array, axes: tuple[int, ...], axis: int) -> jax.Array:
+    """The sum over these axes, one of which is divided."""
+    shape = *x.shape[:axis], _STAGES, x.shape[axis] // _STAGES, *x.shape[axis + 1 :]
+    inner = tuple(a if a < axis else a + 1 for a in axes)
+    parts = lax.optimization_barrier(jnp.sum(x.reshape(shape), inner))
+    return jnp.sum(parts, axis - sum(a < axis for a in axes))
