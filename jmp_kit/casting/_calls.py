@@ -90,7 +90,7 @@ def _cond(site: Site) -> Sequence[Any]:
 
 def _scan(site: Site) -> Sequence[Any]:
     n_consts, n_carry = scan_counts(site.eqn)
-    consts, start, xs = _parted(site.operands, n_consts, n_carry)
+    consts, start, xs = _parted(site.once_cast(), n_consts, n_carry)
     dtypes, function = site.call.carried, site.inside()
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -109,7 +109,7 @@ def _scan(site: Site) -> Sequence[Any]:
 
 def _while(site: Site) -> Sequence[Any]:
     n_cond, n_body = site.eqn.params["cond_nconsts"], site.eqn.params["body_nconsts"]
-    cond_consts, body_consts, start = _parted(site.operands, n_cond, n_body)
+    cond_consts, body_consts, start = _parted(site.once_cast(), n_cond, n_body)
     dtypes, test, step = site.call.carried, site.inside(0), site.inside(1)
     are_several = bool(shape_of(site.call.bodies[0][0].jaxpr.outvars[0]))
 

@@ -40,6 +40,8 @@ _MOVES = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", 
 _MOVES |= {"concatenate", "pad", "iota", "split", "select_n", "clamp", "convert_element_type"}
 _REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 
+_CUTS, _MOST_CUTS = {"slice", "pad", "concatenate", "split", "rev"}, 8
+
 # What is this much smaller than the largest value, or smaller than this, is no matter.
 _SMALL, _LEAST = 16, 2**14
 
@@ -189,7 +191,8 @@ class _Segment:
     def _pass_of(self, root: Var) -> Pass:
         cone = self.cone(root, self.stops)
         eqn = self.maker[root]
-        is_row = self._is_big(root) and any(map(self._is_row, cone.eqns))
+        has_rows = self._is_big(root) and any(map(self._is_row, cone.eqns))
+        is_row = has_rows and self._is_worth_it(cone, root)
         if not is_row and root not in self.statistics:
             cone = self.cone(root, self.stops | self.statistics)
         before = [v for v in cone.sources if v in self.maker]
@@ -202,10 +205,20 @@ class _Segment:
             sources = self._fresh(cone)
             key = eqn.primitive.name, shape_of(eqn.invars[0]), tuple(eqn.params["axes"])
             is_apart = len(sources) > 1 or any(map(is_costly, cone.eqns))
-            is_apart &= not _is_along_rows(eqn)
+            is_apart &= not _is_along_rows(eqn) and self._is_worth_it(cone, eqn.invars[0])
             return Pass(level, key, frozenset(sources), is_apart=is_apart)
         is_whole = not self._is_fused(eqn) and eqn.primitive.name not in _REDUCES
         return Pass(level, (id(eqn),) if is_whole else ())
+
+    def _is_worth_it(self, cone: Cone, whole: Atom) -> bool:
+        """Whether to read all that it is made of once more is less than a float32 copy of it.
+
+        And whether XLA would make it in one kernel, which it does not of what is cut and joined
+        over and over, as an associative scan is.
+        """
+        cuts = sum(e.primitive.name in _CUTS for e in cone.eqns)
+        read = sum(2 * size_of(v) for v in cone.sources if self._is_big(v))
+        return bool(read <= 8 * size_of(whole)) and cuts <= _MOST_CUTS
 
     def merged(self, groups: dict[Pass, list[Var]]) -> list[Pass]:
         """The passes in order, sums made in the pass of others that read the same in any case."""

@@ -90,6 +90,7 @@ class Call(NamedTuple):
     half: np.dtype
     carried: Sequence[np.dtype]  # what a loop carries its variables in
     stored: Sequence[Stored]  # of these, what was decided
+    constant: Sequence[bool]  # of each operand, whether it is cast to half once for all rounds
     multiplied: Sequence[bool]  # of each result, whether only products take it, and take it in half
     plan_of: Callable[[Jaxpr, Known], "Plan"]  # what a rule makes when it is differentiated
 

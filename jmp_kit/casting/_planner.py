@@ -34,17 +34,29 @@ from jmp_kit.casting._undone import undivided
 from jmp_kit.casting._worth import costly, is_costly, is_kept, is_linear, reduced, spread, summed
 from jmp_kit.programs._flow import Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import (
+    every_equation,
     is_complex,
     is_float32,
     is_small,
     is_var,
+    scan_counts,
     size_of,
     uses_of,
 )
-from jmp_kit.programs._marks import is_backward, marked_dtype, scope_of, stack_of
+from jmp_kit.programs._marks import (
+    as_backward,
+    is_backward,
+    is_rematerialised,
+    marked_dtype,
+    scope_of,
+    stack_of,
+)
 
 # What solves to the precision that it was asked for, which half has not.
 _SOLVERS = ("custom_linear_solve",)
+
+
+_CHECKPOINTS = ("remat2", "checkpoint")
 
 
 class Program(NamedTuple):
@@ -242,7 +254,13 @@ class Planner:
         half = marked_dtype(eqn) or self.half
         states = dataclasses.replace(program.states, stepping=is_step)
         inside = dataclasses.replace(self, half=half, states=states, calls=(*self.calls, eqn))
-        found = [(body, inside._inside(eqn, body, known)) for body in bodies_of(eqn)]
+        if eqn.primitive.name in _CHECKPOINTS and self.price is not None:
+            # Memory is saved by computing all of it again: nothing in it lives for long.
+            inside = dataclasses.replace(inside, price=0.0)
+        bodies = bodies_of(eqn)
+        if eqn.primitive.name in _CHECKPOINTS and is_backward(stack_of(eqn, self.calls)):
+            bodies = [body._replace(jaxpr=_with_passes(body.jaxpr)) for body in bodies]
+        found = [(body, inside._inside(eqn, body, known)) for body in bodies]
         if not found and eqn.primitive.name not in _SOLVERS:
             where = " in ".join(filter(None, (eqn.primitive.name, scope_of(eqn))))
             warnings.warn(_UNKNOWN.format(where=where), stacklevel=2)
@@ -262,12 +280,35 @@ class Planner:
             half,
             carried=[dtype for dtype, _ in carried],
             stored=[stored for _, stored in carried if stored],
+            constant=list(self._constant(program, eqn)),
             multiplied=[
                 v in program.depending and v not in program.taken and is_float32(v)
                 for v in eqn.outvars
             ],
             plan_of=inside.plan,
         )
+
+    def _constant(self, program: Program, eqn: JaxprEqn) -> Iterator[bool]:
+        """Of each operand, whether products take it, and nothing else, in every round of a loop.
+
+        Where the derivative is taken from outside, it is summed up over the rounds in its dtype.
+        """
+        bodies = bodies_of(eqn) if eqn.primitive.name in ("scan", "while") else []
+        marked = any(marked_dtype(e) for body in bodies for e, _ in every_equation(body.jaxpr))
+        rounds = [] if marked or not program.is_gradient else bodies
+        taken: set[int] = set()
+        multiplied: set[int] = set()
+        for body in rounds:
+            others = self.flow.taken_by_others(body.jaxpr)
+            uses = uses_of(body.jaxpr)
+            inside = enumerate(zip(body.jaxpr.invars, body.inputs, strict=True))
+            carried = {variable for _, variable in body.carried}
+            for i, (v, operand) in inside:
+                is_once = i not in carried and i < _constants(eqn, body)
+                taken |= {operand} if v in others or not is_once else set()
+                multiplied |= {operand} if uses[v] else set()
+        for i, atom in enumerate(eqn.invars):
+            yield is_float32(atom) and i in multiplied - taken
 
     def _inside(self, eqn: JaxprEqn, body: Body, known: Known) -> Known:
         """What is known of a body's arguments and results, in any round of a loop."""
@@ -307,6 +348,17 @@ class Planner:
 
 def _is_gradient(jaxpr: Jaxpr) -> bool:
     return any(is_backward(stack_of(e)) for e in jaxpr.eqns)
+
+
+def _with_passes(jaxpr: Jaxpr) -> Jaxpr:
+    """What `jax.checkpoint` holds in a backward pass: it names the forward pass in it alone."""
+    eqns = [e if is_rematerialised(e) else as_backward(e) for e in jaxpr.eqns]
+    return jaxpr.replace(eqns=eqns)
+
+
+def _constants(eqn: JaxprEqn, body: Body) -> int:
+    """How many of a body's variables are the same in every round."""
+    return scan_counts(eqn)[0] if eqn.primitive.name == "scan" else len(body.inputs)
 
 
 def _takes_part(segment: Sequence[JaxprEqn], atoms: Sequence[object]) -> bool:

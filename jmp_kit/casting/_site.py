@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn
 
 from jmp_kit.casting._plan import Call, Known, Plan
 from jmp_kit.casting._state import Origins
-from jmp_kit.programs._jaxpr import opened, settled
+from jmp_kit.programs._jaxpr import cast, opened, settled
 
 
 class Site(NamedTuple):
@@ -22,6 +22,11 @@ class Site(NamedTuple):
     def eqn(self) -> JaxprEqn:
         """As it was traced."""
         return self.call.eqn
+
+    def once_cast(self) -> list[Any]:
+        """The operands, those in half that products take in every round of a loop."""
+        pairs = zip(self.operands, self.call.constant, strict=True)
+        return [cast(x, self.call.half) if constant else x for x, constant in pairs]
 
     def inside(self, which: int = 0) -> Callable[..., list[Any]]:
         """A body of the call as a function of its own arguments."""

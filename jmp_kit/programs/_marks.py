@@ -61,6 +61,17 @@ def is_backward(stack: str) -> bool:
     return "transpose(" in stack
 
 
+def is_rematerialised(eqn: JaxprEqn) -> bool:
+    """Whether it is of a forward pass that `jax.checkpoint` computes again."""
+    return "rematted_computation" in stack_of(eqn)
+
+
+def as_backward(eqn: JaxprEqn) -> JaxprEqn:
+    """The equation, named as one of a backward pass."""
+    stack = eqn.source_info.name_stack.extend("transpose()")
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
 def is_differentiated(stack: str) -> bool:
     """Whether an operation of these names belongs to a forward or a backward pass."""
     return "jvp(" in stack or is_backward(stack)
