@@ -1,0 +1,198 @@
+"""What is kept for a backward pass, and what is computed again."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import jmp_kit
+from jmp_kit import autocast
+from jmp_kit.casting._again import Value, kept
+from jmp_kit.programs import every_equation
+from tests.casting.stream import WEIGHTS, X, block, loss_through, step_of
+from tests.casting.zoo import SQUARE, mean_square
+
+
+def product(nbytes=100, read=False):
+    """A result of a product: it cannot be made again."""
+    return Value(None, nbytes, True, False, read, False, 0)
+
+
+def operand(*operands, nbytes=100, again=100):
+    """What a product of the backward pass takes, and one of the forward pass took."""
+    return Value(operands, nbytes, True, False, False, True, again)
+
+
+def test_an_operand_is_kept_where_that_is_cheaper_than_to_write_it_again():
+    values = {"x": product(read=True), "gelu": operand("x")}
+    assert kept(values, price=0.9) == {"x", "gelu"}
+    assert kept(values, price=1.1) == {"x"}
+    values["gelu"] = operand("x", again=200)  # a norm
+    assert kept(values, price=1.1) == {"x", "gelu"}
+
+
+def test_what_nothing_else_needs_is_not_kept_beside_what_is_made_of_it():
+    scores, weights = product(), operand("scores")._replace(read=True)
+    assert kept({"scores": scores, "weights": weights}, price=1.2) == {"weights"}
+
+
+def test_nothing_is_rounded_only_to_be_kept():
+    inner = Value(["x"], 100, False, True, True, False, 0)
+    assert kept({"x": product(), "inner": inner}, price=0.0) == {"x"}
+
+
+def test_small_statistics_are_kept():
+    mean = Value(None, 1, True, False, True, False, 0)
+    normed = Value(["x", "mean"], 100, False, True, True, False, 0)
+    assert kept({"x": product(), "mean": mean, "normed": normed}, price=1e3) == {"x", "mean"}
+
+
+def test_nothing_is_needed_of_nothing():
+    assert kept({}, price=1.0) == set()
+
+
+def cost(values, keep, price):
+    """Of this choice; infinite if something that is needed is not there."""
+    made = set()
+
+    def make(name):
+        if name in keep or name in made:
+            return
+        made.add(name)
+        for other in values[name].operands or ():
+            make(other)
+
+    for name, value in values.items():
+        if value.read or value.multiplied:
+            make(name)
+    if any(values[name].operands is None for name in made):
+        return float("inf")
+    if any(values[name].is_rounded for name in keep):
+        return float("inf")
+    moved = sum(
+        (price + (not v.is_stored) + (v.read or not v.multiplied)) * v.nbytes
+        for v in map(values.__getitem__, keep)
+    )
+    return moved + sum(values[name].nbytes_again for name in made)
+
+
+@st.composite
+def networks(draw):
+    names = range(draw(st.integers(1, 6)))
+    values = {}
+    for name in names:
+        before = [n for n in range(name) if draw(st.booleans())]
+        is_source = not before or draw(st.booleans())
+        multiplied = draw(st.booleans())
+        nbytes = draw(st.integers(1, 50))
+        values[name] = Value(
+            operands=None if is_source else before,
+            nbytes=nbytes,
+            is_stored=draw(st.booleans()),
+            is_rounded=not is_source and draw(st.booleans()),
+            read=draw(st.booleans()),
+            multiplied=multiplied,
+            nbytes_again=nbytes * draw(st.integers(1, 2)) if multiplied else 0,
+        )
+    return values
+
+
+@settings(deadline=None, max_examples=100)
+@given(networks(), st.sampled_from([0.0, 0.7, 1.2, 10.0]))
+def test_no_other_choice_is_cheaper(values, price):
+    choices = itertools.chain.from_iterable(
+        itertools.combinations(values, n) for n in range(len(values) + 1)
+    )
+    best = min(cost(values, set(choice), price) for choice in choices)
+    assert cost(values, kept(values, price), price) == pytest.approx(best, rel=1e-6)
+
+
+def temporary(fun, *args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_the_price_says_how_much_memory():
+    def loss_fn(weights, x):
+        for w in weights:
+            x = x + jax.nn.gelu(x @ w) @ w.T
+        return mean_square(x @ weights[0])
+
+    args = [jnp.eye(64)] * 6, jnp.ones((2048, 64))
+    prices = ["most", 1.2, 0.5, False]
+    least, default, more, every = (
+        temporary(autocast(step_of(loss_fn), "bfloat16", recompute=price), *args)
+        for price in prices
+    )
+    assert least <= default < more < every
+
+
+@pytest.mark.parametrize("wrong", ["all", -1.0, float("nan"), float("inf")])
+def test_a_price_that_is_none(wrong):
+    with pytest.raises(ValueError, match=r'recompute is .*"most"'):
+        autocast(LOSS, "bfloat16", recompute=wrong)
+
+
+LOSS = loss_through(block)
+
+
+def count(fun, name, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    return sum(eqn.primitive.name == name for eqn, _ in every_equation(jaxpr))
+
+
+def test_exponentials_of_a_softmax_are_computed_once():
+    def loss_fn(w, x):
+        return mean_square(jax.nn.softmax(x @ w[0]) @ w[1])
+
+    args = [jnp.ones((16, 64)), jnp.ones((64, 16))], X
+    grad = jmp_kit.grad(autocast(loss_fn, "bfloat16"), jmp_kit.NoOpLossScale())
+    assert count(grad, "exp", *args) == count(jax.grad(loss_fn), "exp", *args) == 1
+    assert count(jax.grad(autocast(loss_fn, "bfloat16")), "exp", *args) == 2
+
+
+def test_a_transposed_product_is_turned_round():
+    def loss_fn(w, x):
+        return mean_square(jnp.einsum("bik,kjh->bijh", jnp.tanh(x @ w[0]), w[1]))
+
+    args = [SQUARE[0], jnp.ones((16, 2, 3))], jnp.ones((2, 8, 16))
+    half = autocast(jax.grad(loss_fn), "bfloat16")
+    assert count(jax.grad(loss_fn), "transpose", *args) > count(half, "transpose", *args)
+    for a, b in zip(half(*args), jax.grad(loss_fn)(*args), strict=True):
+        assert a.shape == b.shape
+        assert jnp.abs(a - b).max() < 0.02 * jnp.abs(b).max()
+
+
+def test_a_loop_casts_its_weights_once():
+    def loss_fn(w, x):
+        return mean_square(lax.scan(lambda h, _: (jnp.tanh(h @ w[0]), h @ w[1]), x, None, 5)[1])
+
+    def casts_within(fun, *args):
+        scans = [e for e in jax.make_jaxpr(fun)(*args).eqns if e.primitive.name == "scan"]
+        assert scans
+        return [
+            e
+            for scan in scans
+            for e in scan.params["jaxpr"].eqns
+            if e.primitive.name == "convert_element_type"
+            and e.invars[0].aval.shape == (16, 16)
+            and e.outvars[0].aval.dtype == jnp.bfloat16
+        ]
+
+    assert not casts_within(autocast(jax.grad(loss_fn), "bfloat16"), SQUARE, X)
+    # From outside, the derivative would be summed up in half.
+    assert casts_within(autocast(loss_fn, "bfloat16"), SQUARE, X)
+
+
+def test_what_a_checkpoint_computes_again_is_not_computed_a_third_time():
+    def loss_fn(w, x):
+        layer = jax.checkpoint(lambda x, up, down: jnp.tanh(jnp.sin(x @ up) @ down))
+        for up, down in zip(w[::2], w[1::2], strict=True):
+            x = layer(x, up, down)
+        return mean_square(x)
+
+    half = autocast(jax.grad(loss_fn), "bfloat16")
+    assert count(half, "sin", WEIGHTS, X) == count(jax.grad(loss_fn), "sin", WEIGHTS, X)

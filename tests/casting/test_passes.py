@@ -1,0 +1,102 @@
+"""Segments in passes: what they compute, and what XLA makes of them for a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_kit
+from jmp_kit import autocast
+from jmp_kit.casting._passes import row_sum, staged_sum
+from tests.casting.stream import step_of
+from tests.casting.zoo import mean_square
+
+WIDTH = 256
+WEIGHTS = [*[jnp.eye(WIDTH)] * 3, jnp.ones((96, WIDTH))]
+X = jnp.ones((64, 128, 96))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_a_row_s_sum_is_its_sum(scale):
+    x = scale * np.random.default_rng(0).normal(size=(5, 7, 300)).astype(np.float32)
+    found = jax.jit(row_sum)(x)
+    expected = x.sum(-1, dtype=np.float64)
+    # Not more than what adding up loses.
+    assert np.all(np.abs(found - expected) <= 300 * np.finfo(np.float32).eps * np.abs(x).max(-1))
+
+
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
+def test_a_row_s_sum_shows_what_is_not_finite(wrong):
+    x = np.ones((2, 16), np.float32)
+    x[0, 3] = wrong
+    assert np.array_equal(np.isfinite(row_sum(x)), [False, True])
+
+
+@pytest.mark.parametrize(("axes", "axis"), [((1, 2), 1), ((1, 2, 4), 2), ((2,), 2), ((0, 2), 2)])
+def test_a_sum_in_stages_is_the_sum(axes, axis):
+    x = np.random.default_rng(0).integers(9, size=(3, 16, 16, 2, 5)).astype(np.float32)
+    np.testing.assert_array_equal(staged_sum(x, axes=axes, axis=axis), x.sum(axes))
+
+
+def layer_norm(x):
+    mean = jnp.mean(x, -1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) - mean**2 + 1e-6)
+
+
+def group_norm(x):
+    y = x.reshape(*x.shape[:-1], 8, -1)
+    mean = jnp.mean(y, (1, 3), keepdims=True)
+    y = (y - mean) * jax.lax.rsqrt(jnp.mean(y**2, (1, 3), keepdims=True) - mean**2 + 1e-6)
+    return jax.nn.silu(y.reshape(x.shape))
+
+
+def through(norm):
+    def loss_fn(weights, x):
+        x = x @ weights[-1]
+        for w in weights[:-1]:
+            x = x + jax.nn.gelu(norm(x) @ w)
+        return mean_square(norm(x) @ weights[0])
+
+    return step_of(loss_fn)
+
+
+NORMS = {"layer norm": layer_norm, "softmax": jax.nn.softmax, "group norm": group_norm}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_passes_compute_what_a_segment_computes(name):
+    step = through(NORMS[name])
+    weights = [jnp.asarray(np.random.default_rng(i).normal(size=(32, 32)) / 6) for i in range(4)]
+    x = jnp.asarray(np.random.default_rng(9).normal(size=(16, 64, 32)))
+    weights, x = jax.tree.map(lambda a: a.astype(jnp.float32), (weights, x))
+    full, passes, kept = (
+        jax.tree.leaves(jax.jit(fun)(weights, x))
+        for fun in (
+            step,
+            autocast(step, "mixed_bfloat16"),
+            autocast(step, "mixed_bfloat16", recompute=False),
+        )
+    )
+
+    def error(found):
+        change = [np.asarray(a) - np.asarray(w) for a, w in zip(found[:-1], weights, strict=True)]
+        wanted = [np.asarray(a) - np.asarray(w) for a, w in zip(full[:-1], weights, strict=True)]
+        norm = np.linalg.norm(np.ravel(wanted))
+        return np.linalg.norm(np.ravel(change) - np.ravel(wanted)) / norm
+
+    assert error(passes) <= 1.1 * error(kept) + 1e-6
+
+
+H200 = jmp_kit.numerics.TARGETS["h200"]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+@pytest.mark.parametrize("name", NORMS)
+def test_kernels_write_fewer_float32_activations(name):
+    def wide(recompute):
+        step = autocast(through(NORMS[name]), "mixed_bfloat16", recompute=recompute)
+        found = jmp_kit.numerics.traffic(step, WEIGHTS, X, target="h200")
+        return sum(k.wide for k in found.kernels)
+
+    assert wide(recompute=True) <= 0.85 * wide(recompute=False)
