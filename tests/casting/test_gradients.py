@@ -91,3 +91,10 @@ def test_no_scale_for_float16_was_a_choice():
     """`NoOpLossScale()` was written down, so nobody is warned."""
     loss, _ = jmp_kit.value_and_grad(autocast(LOSS, "mixed_float16"), NONE)(WEIGHTS, X)
     assert loss.dtype == jnp.float32
+
+
+def test_a_float32_policy_changes_nothing():
+    found = jmp_kit.grad(autocast(LOSS, "float32"), NONE)(WEIGHTS, X)
+    expected = jax.grad(LOSS)(WEIGHTS, X)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)

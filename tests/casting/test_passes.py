@@ -7,7 +7,9 @@ import pytest
 
 import jmp_kit
 from jmp_kit import autocast
+from jmp_kit.casting import plans_of
 from jmp_kit.casting._passes import row_sum, staged_sum
+from jmp_kit.casting._plan import Part
 from tests.casting.stream import step_of
 from tests.casting.zoo import mean_square
 
@@ -45,8 +47,9 @@ def layer_norm(x):
 
 def group_norm(x):
     y = x.reshape(*x.shape[:-1], 8, -1)
-    mean = jnp.mean(y, (1, 3), keepdims=True)
-    y = (y - mean) * jax.lax.rsqrt(jnp.mean(y**2, (1, 3), keepdims=True) - mean**2 + 1e-6)
+    axes = (*range(1, x.ndim - 1), x.ndim)
+    mean = jnp.mean(y, axes, keepdims=True)
+    y = (y - mean) * jax.lax.rsqrt(jnp.mean(y**2, axes, keepdims=True) - mean**2 + 1e-6)
     return jax.nn.silu(y.reshape(x.shape))
 
 
@@ -100,3 +103,35 @@ def test_kernels_write_fewer_float32_activations(name):
         return sum(k.wide for k in found.kernels)
 
     assert wide(recompute=True) <= 0.85 * wide(recompute=False)
+
+
+def pieces(norm, *shapes):
+    """The passes of a train step, of the backward pass."""
+
+    def loss_fn(params, x):
+        return mean_square(norm(x @ params["in"], *params["norm"]) @ params["out"])
+
+    width = shapes[-1][-1]
+    shape = jax.ShapeDtypeStruct
+    weight, vector = shape((width, width), jnp.float32), shape((width,), jnp.float32)
+    params = {"in": weight, "out": weight, "norm": [vector, vector]}
+    found = plans_of(jax.grad(loss_fn), "mixed_bfloat16", params, shape(shapes[0], jnp.float32))
+    parts = (step for plan in found for step in plan.steps if isinstance(step, Part))
+    return [piece for part in parts for piece in part.segment]
+
+
+def test_sums_over_the_same_values_are_one_pass():
+    """The gradients of a norm's scale and bias."""
+    found = pieces(lambda x, scale, bias: layer_norm(x) * scale + bias, (64, 128, 64))
+    vectors = [[v for v in piece.results if v.aval.shape == (64,)] for piece in found]
+    assert max(map(len, vectors)) == 2
+
+
+def test_few_sums_are_taken_in_two_stages():
+    def stages(shape):
+        found = pieces(lambda x, scale, bias: group_norm(x) * scale + bias, shape)
+        names = [[e.primitive.name for e in piece.eqns] for piece in found if piece.apart]
+        return sum(name.count("optimization_barrier") for name in names)
+
+    assert stages((8, 64, 64, 32)) > 0
+    assert stages((8, 16, 16, 32)) == 0
