@@ -93,9 +93,7 @@ class Casting(NamedTuple):
             return rebuilt(differentiated_first(flat, arrays, results, pulled_back))
         return rebuilt(results(*arrays))
 
-    def differentiated(
-        self, derive: Callable[..., Any], args: Any, kwargs: Any, plans: list[Plan] | None = None
-    ) -> Any:
+    def differentiated(self, derive: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`derive(fun)(*args, **kwargs)`, its forward and backward pass planned as one program."""
         if holds_models((args, kwargs)) or not self.halves:
             return derive(lambda *args, **kwargs: self.evaluated(args, kwargs))(*args, **kwargs)
@@ -112,7 +110,7 @@ class Casting(NamedTuple):
 
         internal = self.policy.with_output_dtype(jnp.float32)
         whole = self._replace(fun=derive(forward), policy=internal, is_gradient=True)
-        return whole.evaluated(args, kwargs, plans)
+        return whole.evaluated(args, kwargs)
 
     def _leaving(self, outputs: Any) -> Any:
         """What the function gives, in the policy's dtype."""

@@ -27,12 +27,15 @@ from jmp_kit.casting._worth import is_costly
 from jmp_kit.programs._jaxpr import (
     Atom,
     copied,
+    in_place,
+    is_along_rows,
     is_float32,
     is_var,
     opened,
     shape_of,
     size_of,
     subjaxprs,
+    traced_back,
 )
 
 # What moves values, beside what computes with each of them.
@@ -40,6 +43,7 @@ _MOVES = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", 
 _MOVES |= {"concatenate", "pad", "iota", "split", "select_n", "clamp", "convert_element_type"}
 _REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 
+# What XLA cuts and joins in a kernel with what it computes, if that is not often.
 _CUTS, _MOST_CUTS = {"slice", "pad", "concatenate", "split", "rev"}, 8
 
 # What is this much smaller than the largest value, or smaller than this, is no matter.
@@ -48,7 +52,6 @@ _SMALL, _LEAST = 16, 2**14
 # XLA fuses a sum of many values with what they are made of, unless it gives few results: these are
 # summed up in two stages, the first of which gives more. Over leading axes alone it does so itself.
 _STAGES, _FEW, _MANY = 8, 2**14, 2**20
-
 
 # A row that one kernel holds in registers.
 _LONGEST = 2**14
@@ -144,7 +147,7 @@ class _Segment:
         return (
             operand is not None
             and self._is_big(operand)
-            and _is_along_rows(eqn)
+            and is_along_rows(eqn)
             and shape_of(operand)[-1] <= _LONGEST
             and eqn.outvars[0] in self.joins
         )
@@ -170,17 +173,10 @@ class _Segment:
 
     def cone(self, root: Var, stops: set[Var]) -> Cone:
         """What it is made of, back to what the segment takes, or a pass before this one makes."""
-        eqns: dict[int, JaxprEqn] = {}
-        sources: dict[Var, None] = {}
-        waiting = [root]
-        while waiting:
-            v = waiting.pop()
-            if v not in self.maker or (v in stops and v is not root):
-                sources[v] = None
-            elif id(self.maker[v]) not in eqns:
-                eqns[id(self.maker[v])] = self.maker[v]
-                waiting += filter(is_var, self.maker[v].invars)
-        return Cone([eqns[i] for i in sorted(eqns, key=self.place.__getitem__)], list(sources))
+        last = self.maker[root]
+        eqns, sources = traced_back(list(filter(is_var, last.invars)), self.maker, stops)
+        made = {**eqns, id(last): last}
+        return Cone([made[i] for i in sorted(made, key=self.place.__getitem__)], list(sources))
 
     def pass_of(self, root: Var) -> Pass:
         """The pass that makes it."""
@@ -205,7 +201,7 @@ class _Segment:
             sources = self._fresh(cone)
             key = eqn.primitive.name, shape_of(eqn.invars[0]), tuple(eqn.params["axes"])
             is_apart = len(sources) > 1 or any(map(is_costly, cone.eqns))
-            is_apart &= not _is_along_rows(eqn) and self._is_worth_it(cone, eqn.invars[0])
+            is_apart &= not is_along_rows(eqn) and self._is_worth_it(cone, eqn.invars[0])
             return Pass(level, key, frozenset(sources), is_apart=is_apart)
         is_whole = not self._is_fused(eqn) and eqn.primitive.name not in _REDUCES
         return Pass(level, (id(eqn),) if is_whole else ())
@@ -254,10 +250,6 @@ class _Segment:
         return Piece(ordered, list(roots), list(fresh) if group.is_apart else [])
 
 
-def _is_along_rows(eqn: JaxprEqn) -> bool:
-    return tuple(eqn.params["axes"]) == (len(shape_of(eqn.invars[0])) - 1,)
-
-
 def _goes_into(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     return not shape or (
         len(shape) == len(whole) and all(a in (1, b) for a, b in zip(shape, whole, strict=True))
@@ -268,18 +260,15 @@ def _replaced(eqn: JaxprEqn, function: Callable[..., object]) -> Iterator[JaxprE
     """The equations of a function of the same operands, which give what the equation gives."""
     jaxpr, _ = opened(jax.make_jaxpr(function)(*(a.aval for a in eqn.invars)))
     renamed: dict[Var, Atom] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
+    given = dict(zip(jaxpr.outvars, eqn.outvars, strict=True))
     for inner in jaxpr.eqns:
         copy = copied(inner, renamed).replace(source_info=eqn.source_info)
-        [*results] = [
-            eqn.outvars[jaxpr.outvars.index(v)] if v in jaxpr.outvars else renamed[v]
-            for v in inner.outvars
-        ]
-        renamed.update(zip(inner.outvars, results, strict=True))
-        yield copy.replace(outvars=results)
+        renamed.update((v, given[v]) for v in inner.outvars if v in given)
+        yield copy.replace(outvars=in_place(inner.outvars, renamed))
 
 
 def _shown(eqns: Sequence[JaxprEqn], is_row: Callable[[JaxprEqn], bool]) -> Iterator[JaxprEqn]:
-    """The equations, one sum along rows written so that XLA sees what it is."""
+    """The equations, sums along rows written so that XLA sees what they are."""
     for eqn in eqns:
         if is_row(eqn) and eqn.primitive.name == "reduce_sum" and is_float32(eqn.outvars[0]):
             yield from _replaced(eqn, row_sum)

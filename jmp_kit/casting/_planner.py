@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit.casting import _loops as loops
 from jmp_kit.casting import _plan
 from jmp_kit.casting._biases import bias_of
 from jmp_kit.casting._inline import inlined
@@ -34,12 +35,10 @@ from jmp_kit.casting._undone import undivided
 from jmp_kit.casting._worth import costly, is_costly, is_kept, is_linear, reduced, spread, summed
 from jmp_kit.programs._flow import Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import (
-    every_equation,
     is_complex,
     is_float32,
     is_small,
     is_var,
-    scan_counts,
     size_of,
     uses_of,
 )
@@ -259,7 +258,7 @@ class Planner:
             inside = dataclasses.replace(inside, price=0.0)
         bodies = bodies_of(eqn)
         if eqn.primitive.name in _CHECKPOINTS and is_backward(stack_of(eqn, self.calls)):
-            bodies = [body._replace(jaxpr=_with_passes(body.jaxpr)) for body in bodies]
+            bodies = [body._replace(jaxpr=_with_its_backward_pass(body.jaxpr)) for body in bodies]
         found = [(body, inside._inside(eqn, body, known)) for body in bodies]
         if not found and eqn.primitive.name not in _SOLVERS:
             where = " in ".join(filter(None, (eqn.primitive.name, scope_of(eqn))))
@@ -272,7 +271,7 @@ class Planner:
                 origins=[*known.origins[:first], *within.origins[-len(eqn.outvars) :]],
             )
             found[0] = condition, inside._inside(eqn, condition, round_again)
-        carried = list(inside._carried(eqn, *found[-1])) if found else []
+        carried = list(loops.carried(inside, eqn, *found[-1])) if found else []
         return Call(
             eqn,
             [(body, inside.plan(body.jaxpr, within)) for body, within in found],
@@ -280,35 +279,13 @@ class Planner:
             half,
             carried=[dtype for dtype, _ in carried],
             stored=[stored for _, stored in carried if stored],
-            constant=list(self._constant(program, eqn)),
+            constant=[program.is_gradient and flag for flag in loops.constant(self.flow, eqn)],
             multiplied=[
                 v in program.depending and v not in program.taken and is_float32(v)
                 for v in eqn.outvars
             ],
             plan_of=inside.plan,
         )
-
-    def _constant(self, program: Program, eqn: JaxprEqn) -> Iterator[bool]:
-        """Of each operand, whether products take it, and nothing else, in every round of a loop.
-
-        Where the derivative is taken from outside, it is summed up over the rounds in its dtype.
-        """
-        bodies = bodies_of(eqn) if eqn.primitive.name in ("scan", "while") else []
-        marked = any(marked_dtype(e) for body in bodies for e, _ in every_equation(body.jaxpr))
-        rounds = [] if marked or not program.is_gradient else bodies
-        taken: set[int] = set()
-        multiplied: set[int] = set()
-        for body in rounds:
-            others = self.flow.taken_by_others(body.jaxpr)
-            uses = uses_of(body.jaxpr)
-            inside = enumerate(zip(body.jaxpr.invars, body.inputs, strict=True))
-            carried = {variable for _, variable in body.carried}
-            for i, (v, operand) in inside:
-                is_once = i not in carried and i < _constants(eqn, body)
-                taken |= {operand} if v in others or not is_once else set()
-                multiplied |= {operand} if uses[v] else set()
-        for i, atom in enumerate(eqn.invars):
-            yield is_float32(atom) and i in multiplied - taken
 
     def _inside(self, eqn: JaxprEqn, body: Body, known: Known) -> Known:
         """What is known of a body's arguments and results, in any round of a loop."""
@@ -320,49 +297,15 @@ class Planner:
             self.states.body_outputs(body, known.whole, origins),
         )
 
-    def _carried(
-        self, eqn: JaxprEqn, body: Body, known: Known
-    ) -> Iterator[tuple[np.dtype, Stored | None]]:
-        """Half what depends on a product, feeds one in the body itself, is large and made anew."""
-        within = self.flow.body_outputs(body, [False] * len(eqn.outvars))
-        feeds = self.flow.reaching(body.jaxpr, within)
-        segments = [
-            [e for e in part if not self.flow.is_product(e) and not self.flow.holds_product(e)]
-            for part in parts_of(body.jaxpr.eqns, self.flow)
-        ]
-        for result, variable in body.carried:
-            var, made = body.jaxpr.invars[variable], body.jaxpr.outvars[result]
-            if not (is_float32(var) and known.depends[variable] and var in feeds):
-                yield var.aval.dtype, None
-                continue
-            beside = [e for s in segments if _takes_part(s, (var, made)) for e in s]
-            dtype = np.dtype(np.float32)
-            if known.whole[result]:
-                why = _plan.UPDATED if known.origins[variable] & STATE else _plan.LEADS
-            elif is_small(var, beside):
-                why = _plan.SMALL
-            else:
-                dtype, why = self.half, _plan.ANEW
-            yield dtype, Stored(eqn, self.calls[:-1], var, dtype, f"{_plan.CARRIED}, {why}")
-
 
 def _is_gradient(jaxpr: Jaxpr) -> bool:
     return any(is_backward(stack_of(e)) for e in jaxpr.eqns)
 
 
-def _with_passes(jaxpr: Jaxpr) -> Jaxpr:
+def _with_its_backward_pass(jaxpr: Jaxpr) -> Jaxpr:
     """What `jax.checkpoint` holds in a backward pass: it names the forward pass in it alone."""
     eqns = [e if is_rematerialised(e) else as_backward(e) for e in jaxpr.eqns]
     return jaxpr.replace(eqns=eqns)
-
-
-def _constants(eqn: JaxprEqn, body: Body) -> int:
-    """How many of a body's variables are the same in every round."""
-    return scan_counts(eqn)[0] if eqn.primitive.name == "scan" else len(body.inputs)
-
-
-def _takes_part(segment: Sequence[JaxprEqn], atoms: Sequence[object]) -> bool:
-    return any(a is b for e in segment for a in (*e.invars, *e.outvars) for b in atoms)
 
 
 _UNKNOWN = (

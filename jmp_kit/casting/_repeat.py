@@ -20,6 +20,7 @@ from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
     copied,
+    is_along_rows,
     is_float32,
     is_small,
     is_var,
@@ -27,6 +28,7 @@ from jmp_kit.programs._jaxpr import (
     opened,
     shape_of,
     taking,
+    traced_back,
 )
 from jmp_kit.programs._marks import is_backward, stack_of
 
@@ -151,11 +153,9 @@ def _normed(part: Part) -> set[Var]:
     """What is made with sums along rows."""
     found: set[Var] = set()
     for eqn in part:
-        if reduces(eqn) and "axes" in eqn.params:
-            is_row = tuple(eqn.params["axes"]) == (len(shape_of(eqn.invars[0])) - 1,)
-        else:
-            is_row = any(is_var(a) and a in found for a in eqn.invars)
-        found |= set(eqn.outvars) if is_row else set()
+        is_made_of_sums = not reduces(eqn) and any(is_var(a) and a in found for a in eqn.invars)
+        if is_made_of_sums or (reduces(eqn) and is_along_rows(eqn)):
+            found.update(eqn.outvars)
     return found
 
 
@@ -180,20 +180,3 @@ def _is_whole(eqn: JaxprEqn, flow: Flow) -> bool:
 def _is_kept(eqn: JaxprEqn, flow: Flow) -> bool:
     # A product that is no end of a segment is one of a full-precision region.
     return any(name in flow.products or is_kept(name) for name in names_within(eqn))
-
-
-def traced_back(
-    wanted: Sequence[Var], maker: Mapping[Var, JaxprEqn]
-) -> tuple[dict[int, JaxprEqn], dict[Var, None]]:
-    """The equations that make these variables, by id, and the variables that they start from."""
-    eqns: dict[int, JaxprEqn] = {}
-    sources: dict[Var, None] = {}
-    waiting = list(wanted)
-    while waiting:
-        var = waiting.pop()
-        if var not in maker:
-            sources[var] = None
-        elif id(maker[var]) not in eqns:
-            eqns[id(maker[var])] = maker[var]
-            waiting += filter(is_var, maker[var].invars)
-    return eqns, sources

@@ -7,7 +7,7 @@ Up to 0.11 a scan says `num_consts` and `num_carry`; from 0.12 it has trees, `ft
 import collections
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -195,6 +195,33 @@ def copied(eqn: JaxprEqn, renamed: dict[Var, Atom]) -> JaxprEqn:
     copy = taking(eqn, renamed).replace(outvars=[Var(v.aval) for v in eqn.outvars])
     renamed.update(zip(eqn.outvars, copy.outvars, strict=True))
     return copy
+
+
+def traced_back(
+    wanted: Sequence[Var], maker: Mapping[Var, JaxprEqn], stops: Container[Var] = ()
+) -> tuple[dict[int, JaxprEqn], dict[Var, None]]:
+    """The equations that make these variables, by id, and the variables that they start from.
+
+    Args:
+      maker: the equation that makes each variable; others are started from.
+      stops: further variables to start from.
+    """
+    eqns: dict[int, JaxprEqn] = {}
+    sources: dict[Var, None] = {}
+    waiting = list(wanted)
+    while waiting:
+        var = waiting.pop()
+        if var not in maker or var in stops:
+            sources[var] = None
+        elif id(maker[var]) not in eqns:
+            eqns[id(maker[var])] = maker[var]
+            waiting += filter(is_var, maker[var].invars)
+    return eqns, sources
+
+
+def is_along_rows(eqn: JaxprEqn) -> bool:
+    """Whether it reduces the last axis, and no other."""
+    return eqn.params.get("axes") == (len(shape_of(eqn.invars[0])) - 1,)
 
 
 def cut_out(
