@@ -19,8 +19,8 @@ Here a function is traced (`_casting`), planned (`_planner`; `_plan` is the data
 (`_evaluate`). `docs/autocast.md` walks a loss through it. The planner's tables: `_state` finds what
 is updated, `_parts` splits, `_again` decides what is kept and what is computed again, for which
 `_inline`, `_scans`, `_turned`, `_undone` and `_repeat` rewrite a program that holds its backward
-pass; `_joined` and `_passes` make of a segment what XLA makes kernels of; `_loops` decides of carries, and
-`_biases` of gradients by biases where JAX makes the backward pass. `_calls` and
+pass; `_joined` and `_passes` make of a segment what XLA makes kernels of; `_loops` decides of
+carries, and `_biases` of gradients by biases where JAX makes the backward pass. `_calls` and
 `_custom_derivatives` rebuild calls, loops, branches and rules around what is inside them; rules
 that can be called only while JAX differentiates are `_differentiated`'s. `_models` keeps what a
 function changes in nnx models, `_full_precision` marks what is to be left alone, and `_misused` and
