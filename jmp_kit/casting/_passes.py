@@ -26,12 +26,10 @@ from jmp_kit.casting._plan import Piece, Stored
 from jmp_kit.casting._worth import is_costly
 from jmp_kit.programs._jaxpr import (
     Atom,
-    copied,
-    in_place,
+    equations_of,
     is_along_rows,
     is_float32,
     is_var,
-    opened,
     shape_of,
     size_of,
     subjaxprs,
@@ -42,6 +40,9 @@ from jmp_kit.programs._jaxpr import (
 _MOVES = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev"}
 _MOVES |= {"concatenate", "pad", "iota", "split", "select_n", "clamp", "convert_element_type"}
 _REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+
+# What is a name around others, and a rule for derivatives that were taken.
+_CALLS = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call"}
 
 # What XLA cuts and joins in a kernel with what it computes, if that is not often.
 _CUTS, _MOST_CUTS = {"slice", "pad", "concatenate", "split", "rev"}, 8
@@ -130,8 +131,11 @@ class _Segment:
 
     def _is_fused(self, eqn: JaxprEqn) -> bool:
         """Whether XLA computes it in registers: one value of another, or of those in its place."""
-        if acts(eqn) or any(True for _ in subjaxprs(eqn)):
+        if acts(eqn):
             return False
+        inside = [e for jaxpr in subjaxprs(eqn) for e in jaxpr.eqns]
+        if inside:
+            return eqn.primitive.name in _CALLS and all(map(self._is_fused, inside))
         if eqn.primitive.name in _MOVES:
             return True
         if eqn.primitive.name in _REDUCES:
@@ -246,7 +250,7 @@ class _Segment:
         if group.is_row:
             ordered = list(_shown(ordered, self._is_row))
         elif group.is_apart:
-            ordered = list(_staged(ordered, set(roots)))
+            ordered = list(_summed(ordered, set(roots)))
         return Piece(ordered, list(roots), list(fresh) if group.is_apart else [])
 
 
@@ -256,22 +260,11 @@ def _goes_into(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     )
 
 
-def _replaced(eqn: JaxprEqn, function: Callable[..., object]) -> Iterator[JaxprEqn]:
-    """The equations of a function of the same operands, which give what the equation gives."""
-    jaxpr, _ = opened(jax.make_jaxpr(function)(*(a.aval for a in eqn.invars)))
-    renamed: dict[Var, Atom] = dict(zip(jaxpr.invars, eqn.invars, strict=True))
-    given = dict(zip(jaxpr.outvars, eqn.outvars, strict=True))
-    for inner in jaxpr.eqns:
-        copy = copied(inner, renamed).replace(source_info=eqn.source_info)
-        renamed.update((v, given[v]) for v in inner.outvars if v in given)
-        yield copy.replace(outvars=in_place(inner.outvars, renamed))
-
-
 def _shown(eqns: Sequence[JaxprEqn], is_row: Callable[[JaxprEqn], bool]) -> Iterator[JaxprEqn]:
     """The equations, sums along rows written so that XLA sees what they are."""
     for eqn in eqns:
         if is_row(eqn) and eqn.primitive.name == "reduce_sum" and is_float32(eqn.outvars[0]):
-            yield from _replaced(eqn, row_sum)
+            yield from equations_of(row_sum, eqn.invars, eqn.outvars, eqn.source_info)
         else:
             yield eqn
 
@@ -282,16 +275,32 @@ def row_sum(x: jax.Array) -> jax.Array:
     return jnp.max(x - (x - total), axis=-1)
 
 
-def _staged(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
-    """The equations, sums that give few results in two stages."""
-    for eqn in eqns:
-        is_sum = eqn.primitive.name == "reduce_sum" and eqn.outvars[0] in roots
-        axis = _divided(eqn) if is_sum else None
-        if axis is None:
-            yield eqn
-        else:
-            axes = tuple(eqn.params["axes"])
-            yield from _replaced(eqn, functools.partial(staged_sum, axes=axes, axis=axis))
+def _summed(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
+    """The equations, sums as XLA makes one kernel of them."""
+    sums = [e for e in eqns if e.primitive.name == "reduce_sum" and e.outvars[0] in roots]
+    yield from (e for e in eqns if e not in sums)
+    for pair in zip(sums[::2], [*sums[1::2], None]):
+        found = [e for e in pair if e is not None]
+        function = functools.partial(
+            sums_of, axes=tuple(found[0].params["axes"]), axis=_divided(found[0])
+        )
+        operands, results = (
+            [v for e in found for v in atoms(e)]
+            for atoms in (lambda e: e.invars, lambda e: e.outvars)
+        )
+        yield from equations_of(function, operands, results, found[0].source_info)
+
+
+def sums_of(*xs, axes, axis):
+    def each(*xs):
+        return [jnp.sum(x, axes) for x in xs]
+
+    def one(*xs):
+        x = lax.complex(*xs) if len(xs) == 2 else xs[0]
+        total = jnp.sum(x, axes) if axis is None else staged_sum(x, axes, axis)
+        return [total.real, total.imag] if len(xs) == 2 else [total]
+
+    return lax.platform_dependent(*xs, cuda=one, rocm=one, default=each)
 
 
 def _divided(eqn: JaxprEqn) -> int | None:

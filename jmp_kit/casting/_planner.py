@@ -30,8 +30,9 @@ from jmp_kit.casting._plan import (
 from jmp_kit.casting._repeat import repeating
 from jmp_kit.casting._scans import repeating_scans
 from jmp_kit.casting._state import STATE, Origins, States
+from jmp_kit.casting._sums import shared
 from jmp_kit.casting._turned import turned
-from jmp_kit.casting._undone import undivided
+from jmp_kit.casting._undone import undone
 from jmp_kit.casting._worth import costly, is_costly, is_kept, is_linear, reduced, spread, summed
 from jmp_kit.programs._flow import Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import (
@@ -124,12 +125,13 @@ class Planner:
         if self.price is None or not _is_gradient(jaxpr):
             return jaxpr, parts_of(jaxpr.eqns, self.flow)
         jaxpr = turned(repeating_scans(inlined(jaxpr), self.flow, depends), self.flow)
-        jaxpr, quotients = undivided(jaxpr, self.flow, lambda eqn: is_backward(stack_of(eqn)))
+        jaxpr, rounded = undone(jaxpr, self.flow, lambda eqn: is_backward(stack_of(eqn)))
+        jaxpr = shared(jaxpr, lambda eqn: is_backward(stack_of(eqn)))
         depending = self.flow.depending(jaxpr, depends)
         parts = parts_of(jaxpr.eqns, self.flow)
         reaching = self.flow.reaching(jaxpr, reaches)
         uses = uses_of(jaxpr)
-        parts = list(repeating(parts, self.flow, depending, reaching, uses, quotients, self.price))
+        parts = list(repeating(parts, self.flow, depending, reaching, uses, rounded, self.price))
         return jaxpr.replace(eqns=[eqn for part in parts for eqn in part]), parts
 
     def _read(self, jaxpr: Jaxpr, known: Known) -> Program:

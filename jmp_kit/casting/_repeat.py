@@ -27,6 +27,7 @@ from jmp_kit.programs._jaxpr import (
     names_within,
     opened,
     shape_of,
+    size_of,
     taking,
     traced_back,
 )
@@ -47,7 +48,7 @@ def repeating(
     depending: Set[Var],
     reaching: Set[Var],
     uses: Mapping[Var, Sequence[JaxprEqn | None]],
-    quotients: Set[Var],
+    results: Set[Var],
     price: float,
 ) -> Iterator[Part]:
     """The parts, those of the backward pass after what they make again.
@@ -58,12 +59,13 @@ def repeating(
       depending: the variables that depend on a product.
       reaching: those from which a product can be reached.
       uses: the equations that take each variable; None for a result of the program.
-      quotients: what may be computed with as it is stored for products, that is rounded.
+      results: what may be computed with as it is stored for products, that is rounded.
       price: of a byte that is kept, in bytes moved.
     """
     eqns = [e for part in parts for e in part]
     backward = {id(e) for e in eqns if is_backward(stack_of(e))}
-    early = depending - {v for e in eqns if id(e) in backward for v in e.outvars}
+    late_made = {v for e in eqns if id(e) in backward for v in e.outvars}
+    early = depending - late_made
     order = {id(e): i for i, e in enumerate(eqns)}
     part_of = {id(e): i for i, part in enumerate(parts) for e in part}
     made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
@@ -98,7 +100,7 @@ def repeating(
         # A norm is made again in a pass of its own, which reads what it is a norm of.
         again = nbytes * (2 if v in normed else 1) if is_multiplied else 0
         operands = [a for a in maker[v].invars if is_var(a)] if v in maker else None
-        if closing and is_half and not is_stored and v not in quotients:
+        if closing and is_half and not is_stored and v not in results:
             yield v, Value(operands, nbytes, False, True, is_read, False, 0)
             yield Rounded(v), Value([v], nbytes, True, False, False, is_multiplied, again)
         else:
@@ -132,11 +134,22 @@ def repeating(
         pairs = [(a, e) for e in part if id(e) in backward for a in e.invars if is_var(a)]
         taken = [a for a, _ in pairs]
         wanted = [a for a, e in pairs if a in maker and made_in[a] != i and not is_there(a, e)]
-        if not wanted:
-            yield part
-            continue
         again, sources = traced_back(wanted, maker)
-        fresh = [v for v in sources if v in depending and is_float32(v) and v not in behind]
+        there = [a for a in taken if a in early and made_in.get(a, i) != i and a not in wanted]
+        here = [e for e in part if id(e) in backward]
+        mine = {v for e in here for v in e.outvars}
+        small = [
+            a
+            for e in [*again.values(), *here]
+            if not from_memory(e)
+            for a in _spread(e)
+            if a not in depending and a not in late_made and a not in mine
+        ]
+        fresh = [
+            v
+            for v in dict.fromkeys([*sources, *there, *small])
+            if (v in depending or v in small) and is_float32(v) and v not in behind
+        ]
         if fresh:
             # Nothing is made again before what comes from the products behind is there.
             arrived = [a for a in taken if a in ends and made_in[a] < i and a not in behind]
@@ -147,6 +160,11 @@ def repeating(
         copies = [copied(again[n], renamed) for n in sorted(again, key=order.__getitem__)]
 
         yield copies + [with_copies(e, renamed) if id(e) in backward else e for e in part]
+
+
+def _spread(eqn: JaxprEqn) -> list[Var]:
+    largest = max(map(size_of, eqn.outvars), default=0)
+    return [a for a in eqn.invars if is_var(a) and size_of(a) * 16 < largest]
 
 
 def _normed(part: Part) -> set[Var]:

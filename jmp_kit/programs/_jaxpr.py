@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval
@@ -197,6 +196,23 @@ def copied(eqn: JaxprEqn, renamed: dict[Var, Atom]) -> JaxprEqn:
     return copy
 
 
+def equations_of(
+    function: Callable[..., Any], operands: Sequence[Atom], results: Sequence[Var], source: Any
+) -> Iterator[JaxprEqn]:
+    """The equations of a function: of these operands it makes these results.
+
+    Args:
+      source: the `source_info` that they get.
+    """
+    jaxpr, _ = opened(jax.make_jaxpr(function)(*(a.aval for a in operands)))
+    renamed: dict[Var, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
+    given = dict(zip(jaxpr.outvars, results, strict=True))
+    for eqn in jaxpr.eqns:
+        copy = copied(eqn, renamed).replace(source_info=source)
+        renamed.update((v, given[v]) for v in eqn.outvars if v in given)
+        yield copy.replace(outvars=in_place(eqn.outvars, renamed))
+
+
 def traced_back(
     wanted: Sequence[Var], maker: Mapping[Var, JaxprEqn], stops: Container[Var] = ()
 ) -> tuple[dict[int, JaxprEqn], dict[Var, None]]:
@@ -255,19 +271,6 @@ def where_rows(flags: Any, x: Any, y: Any) -> Any:
 def cast(x: Any, dtype: Any) -> Any:
     """The value in this dtype."""
     return x if jnp.result_type(x) == dtype else lax.convert_element_type(x, dtype)
-
-
-def rounded(x: Any, dtype: Any, apart: bool) -> Any:
-    """The value in this dtype, for those too who cast it back.
-
-    XLA on GPUs deletes a cast to half and back, and stores float32. It sees through neither a
-    barrier, which keeps `apart` what makes the value and what takes it, nor a choice that is made
-    when the program runs, which it fuses with both.
-    """
-    half = cast(x, dtype)
-    if apart:
-        return lax.optimization_barrier(half)
-    return lax.select_n(lax.optimization_barrier(np.True_), lax.full_like(half, 0), half)
 
 
 def widen(x: Any, atom: Atom) -> Any:
