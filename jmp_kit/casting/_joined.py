@@ -11,6 +11,8 @@ from jmp_kit.programs._jaxpr import Atom, is_float32, is_small, is_var, size_of
 from jmp_kit.programs._marks import is_backward, stack_of
 
 _SUMS = {"add", "add_any", "sub"}
+# Of these, what more than one takes is stored.
+_JOINS = _SUMS | {"select_n"}
 _MOVES = {"reshape", "transpose", "neg", "convert_element_type", "squeeze"}
 
 
@@ -28,15 +30,21 @@ def joined(
         is_term = is_var(atom) and size_of(atom) == size_of(whole)
         return terms.get(atom, 1) if is_term else 0
 
+    def is_cotangent(eqn: JaxprEqn | None) -> bool:
+        # What others take than a backward pass, an optimizer, is a gradient.
+        return eqn is not None and is_backward(stack_of(eqn))
+
     for eqn in segment:
         if not eqn.outvars:
             continue
         v = eqn.outvars[0]
-        found = [terms_of(a, v) for a in eqn.invars]
-        is_sum = eqn.primitive.name in _SUMS | _MOVES and all(found)
-        terms.update((out, sum(found) if is_sum else 0) for out in eqn.outvars)
-        is_new = eqn.primitive.name in _SUMS and terms[v] > 1 and len(uses[v]) > 1
-        # What others take than a backward pass, an optimizer, is a gradient.
-        is_cotangent = all(e is not None and is_backward(stack_of(e)) for e in (eqn, *uses[v]))
-        if is_new and is_cotangent and is_float32(v) and not is_small(v, segment):
+        if eqn.primitive.name == "select_n":
+            found = max(terms_of(a, v) for a in eqn.invars[1:])
+        else:
+            each = [terms_of(a, v) for a in eqn.invars]
+            found = sum(each) if eqn.primitive.name in _SUMS | _MOVES and all(each) else 0
+        terms.update((out, found) for out in eqn.outvars)
+        is_new = eqn.primitive.name in _JOINS and found > 1 and len(uses[v]) > 1
+        is_new &= all(map(is_cotangent, (eqn, *uses[v])))
+        if is_new and is_float32(v) and not is_small(v, segment):
             yield v

@@ -251,6 +251,7 @@ class _Segment:
             ordered = list(_shown(ordered, self._is_row))
         elif group.is_apart:
             ordered = list(_summed(ordered, set(roots)))
+        ordered = [e for eqn in ordered for e in _raised(eqn)]
         return Piece(ordered, list(roots), list(fresh) if group.is_apart else [])
 
 
@@ -267,6 +268,25 @@ def _shown(eqns: Sequence[JaxprEqn], is_row: Callable[[JaxprEqn], bool]) -> Iter
             yield from equations_of(row_sum, eqn.invars, eqn.outvars, eqn.source_info)
         else:
             yield eqn
+
+
+def _raised(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The backward pass of a maximum over windows, of one more dimension.
+
+    XLA makes of it a scatter into zeros. They have to be written, and in whatever takes zeros of
+    the same shape they would be read from memory.
+    """
+    if eqn.primitive.name != "select_and_scatter_add":
+        yield eqn
+        return
+    one = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0)}
+    params = {**eqn.params, **{name: (n, *eqn.params[name]) for name, n in one.items()}}
+
+    def raised(source: jax.Array, operand: jax.Array) -> jax.Array:
+        result: jax.Array = eqn.primitive.bind(source[None], operand[None], **params)
+        return result[0]
+
+    yield from equations_of(raised, eqn.invars, eqn.outvars, eqn.source_info)
 
 
 def row_sum(x: jax.Array) -> jax.Array:
