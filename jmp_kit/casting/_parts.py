@@ -1,11 +1,11 @@
 """A jaxpr split into the parts that are evaluated, and in the backward pass repeated, as one."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import is_var
+from jmp_kit.programs._jaxpr import is_var, size_of
 
 
 def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> list[list[JaxprEqn]]:
@@ -28,7 +28,7 @@ def _split(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
     for eqn in eqns:
         follows = any(is_var(a) and a in followed for a in eqn.invars)
         closes = flow.closes(eqn)
-        is_apart = acts(eqn) or (not closes and flow.holds_product(eqn))
+        is_apart = _is_alone(eqn, flow)
         if is_apart or (closes and follows):
             yield [*segment, *products]
             segment, products, following, followed = following, [], [], set()
@@ -43,6 +43,10 @@ def _split(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
             segment.append(eqn)
     yield [*segment, *products]
     yield following
+
+
+def _is_alone(eqn: JaxprEqn, flow: Flow) -> bool:
+    return acts(eqn) or (not flow.closes(eqn) and flow.holds_product(eqn))
 
 
 def split_at(
@@ -65,6 +69,44 @@ def split_at(
     if any(is_var(a) and a in crossing for e in rest for a in e.invars):
         return [], list(segment)
     return head[::-1], rest[::-1]
+
+
+def sunk(
+    parts: Sequence[Sequence[JaxprEqn]],
+    flow: Flow,
+    uses: Mapping[Var, Sequence[JaxprEqn | None]],
+    is_late: Callable[[JaxprEqn], bool],
+) -> list[list[JaxprEqn]]:
+    """The parts, what only moves or scales a value in the backward pass in the part that takes it.
+
+    Where it follows what it moves it would be stored once more, of several projections joined each
+    as large as all.
+    """
+    found = [list(part) for part in parts]
+    part_of = {id(e): i for i, part in enumerate(parts) for e in part}
+    for i, part in reversed(list(enumerate(parts))):
+        for eqn in reversed(part):
+            takers = [part_of[id(use)] for v in eqn.outvars for use in uses[v] if use is not None]
+            target = min(takers, default=i)
+            is_result = any(use is None for v in eqn.outvars for use in uses[v])
+            if target == i or is_result or not is_late(eqn) or not _moves(eqn):
+                continue
+            if not all(flow.is_product(e) or not _is_alone(e, flow) for e in found[target]):
+                continue
+            found[i].remove(eqn)
+            found[target].insert(0, eqn)
+            part_of[id(eqn)] = target
+    return [part for part in found if part]
+
+
+def _moves(eqn: JaxprEqn) -> bool:
+    """Whether it makes of one value another, no smaller, by moving or scaling it."""
+    operands = [a for a in eqn.invars if is_var(a)]
+    is_one = len(operands) == 1 and size_of(operands[0]) <= size_of(eqn.outvars[0])
+    return is_one and eqn.primitive.name in _MOVES
+
+
+_MOVES = {"pad", "mul", "div", "neg", "reshape", "transpose", "squeeze", "convert_element_type"}
 
 
 def acts(eqn: JaxprEqn) -> bool:

@@ -7,26 +7,21 @@ equations of its own, from what is stored in half, and a barrier before them tha
 sharing.
 
 A sum along rows that goes back into its rows, as in softmax and norms, is part of the pass that
-takes it: XLA makes one kernel of such a row where it recognises the difference of a row and its
-sum, so that is what it is shown. Sums over other axes end a pass.
+takes it. Sums over other axes end a pass. How these are written for XLA, `_kernels` says.
 """
 
 import collections
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
+from jmp_kit.casting import _kernels as kernels
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Piece, Stored
 from jmp_kit.casting._worth import is_costly
 from jmp_kit.programs._jaxpr import (
     Atom,
-    equations_of,
     is_along_rows,
     is_float32,
     is_var,
@@ -49,10 +44,6 @@ _CUTS, _MOST_CUTS = {"slice", "pad", "concatenate", "split", "rev"}, 8
 
 # What is this much smaller than the largest value, or smaller than this, is no matter.
 _SMALL, _LEAST = 16, 2**14
-
-# XLA fuses a sum of many values with what they are made of, unless it gives few results: these are
-# summed up in two stages, the first of which gives more. Over leading axes alone it does so itself.
-_STAGES, _FEW, _MANY = 8, 2**14, 2**20
 
 # A row that one kernel holds in registers.
 _LONGEST = 2**14
@@ -248,10 +239,10 @@ class _Segment:
         ordered = [eqns[i] for i in sorted(eqns, key=self.place.__getitem__)]
         fresh = dict.fromkeys(v for cone in cones for v in self._fresh(cone))
         if group.is_row:
-            ordered = list(_shown(ordered, self._is_row))
+            ordered = list(kernels.rows(ordered, self._is_row))
         elif group.is_apart:
-            ordered = list(_summed(ordered, set(roots)))
-        ordered = [e for eqn in ordered for e in _raised(eqn)]
+            ordered = list(kernels.sums(ordered, set(roots)))
+        ordered = [e for eqn in ordered for e in kernels.own_zeros(eqn)]
         return Piece(ordered, list(roots), list(fresh) if group.is_apart else [])
 
 
@@ -259,84 +250,3 @@ def _goes_into(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     return not shape or (
         len(shape) == len(whole) and all(a in (1, b) for a, b in zip(shape, whole, strict=True))
     )
-
-
-def _shown(eqns: Sequence[JaxprEqn], is_row: Callable[[JaxprEqn], bool]) -> Iterator[JaxprEqn]:
-    """The equations, sums along rows written so that XLA sees what they are."""
-    for eqn in eqns:
-        if is_row(eqn) and eqn.primitive.name == "reduce_sum" and is_float32(eqn.outvars[0]):
-            yield from equations_of(row_sum, eqn.invars, eqn.outvars, eqn.source_info)
-        else:
-            yield eqn
-
-
-def _raised(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """The backward pass of a maximum over windows, of one more dimension.
-
-    XLA makes of it a scatter into zeros. They have to be written, and in whatever takes zeros of
-    the same shape they would be read from memory.
-    """
-    if eqn.primitive.name != "select_and_scatter_add":
-        yield eqn
-        return
-    one = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0)}
-    params = {**eqn.params, **{name: (n, *eqn.params[name]) for name, n in one.items()}}
-
-    def raised(source: jax.Array, operand: jax.Array) -> jax.Array:
-        result: jax.Array = eqn.primitive.bind(source[None], operand[None], **params)
-        return result[0]
-
-    yield from equations_of(raised, eqn.invars, eqn.outvars, eqn.source_info)
-
-
-def row_sum(x: jax.Array) -> jax.Array:
-    """The sum over the last axis, from the difference of `x` and the sum."""
-    total = jnp.sum(x, axis=-1, keepdims=True)
-    return jnp.max(x - (x - total), axis=-1)
-
-
-def _summed(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
-    """The equations, sums as XLA makes one kernel of them."""
-    sums = [e for e in eqns if e.primitive.name == "reduce_sum" and e.outvars[0] in roots]
-    yield from (e for e in eqns if e not in sums)
-    for pair in zip(sums[::2], [*sums[1::2], None]):
-        found = [e for e in pair if e is not None]
-        function = functools.partial(
-            sums_of, axes=tuple(found[0].params["axes"]), axis=_divided(found[0])
-        )
-        operands, results = (
-            [v for e in found for v in atoms(e)]
-            for atoms in (lambda e: e.invars, lambda e: e.outvars)
-        )
-        yield from equations_of(function, operands, results, found[0].source_info)
-
-
-def sums_of(*xs, axes, axis):
-    def each(*xs):
-        return [jnp.sum(x, axes) for x in xs]
-
-    def one(*xs):
-        x = lax.complex(*xs) if len(xs) == 2 else xs[0]
-        total = jnp.sum(x, axes) if axis is None else staged_sum(x, axes, axis)
-        return [total.real, total.imag] if len(xs) == 2 else [total]
-
-    return lax.platform_dependent(*xs, cuda=one, rocm=one, default=each)
-
-
-def _divided(eqn: JaxprEqn) -> int | None:
-    """The axis that is summed up in two stages, if one is."""
-    [operand], [result] = eqn.invars, eqn.outvars
-    shape, n = shape_of(operand), size_of(result)
-    is_leading = sorted(eqn.params["axes"]) == list(range(len(eqn.params["axes"])))
-    if size_of(operand) < _MANY or n >= _FEW or is_leading:
-        return None
-    axes = [a for a in eqn.params["axes"] if a < len(shape) - 1 and shape[a] % _STAGES == 0]
-    return axes[0] if axes else None
-
-
-def staged_sum(x: jax.Array, axes: tuple[int, ...], axis: int) -> jax.Array:
-    """The sum over these axes, one of which is divided."""
-    shape = *x.shape[:axis], _STAGES, x.shape[axis] // _STAGES, *x.shape[axis + 1 :]
-    inner = tuple(a if a < axis else a + 1 for a in axes)
-    parts = lax.optimization_barrier(jnp.sum(x.reshape(shape), inner))
-    return jnp.sum(parts, axis - sum(a < axis for a in axes))

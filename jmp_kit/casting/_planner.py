@@ -13,7 +13,7 @@ from jmp_kit.casting import _plan
 from jmp_kit.casting._biases import bias_of
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._joined import joined
-from jmp_kit.casting._parts import acts, is_barrier, parts_of, split_at
+from jmp_kit.casting._parts import acts, is_barrier, parts_of, split_at, sunk
 from jmp_kit.casting._passes import passes
 from jmp_kit.casting._plan import (
     Barrier,
@@ -128,9 +128,10 @@ class Planner:
         jaxpr, rounded = undone(jaxpr, self.flow, lambda eqn: is_backward(stack_of(eqn)))
         jaxpr = shared(jaxpr, lambda eqn: is_backward(stack_of(eqn)))
         depending = self.flow.depending(jaxpr, depends)
-        parts = parts_of(jaxpr.eqns, self.flow)
-        reaching = self.flow.reaching(jaxpr, reaches)
         uses = uses_of(jaxpr)
+        parts = parts_of(jaxpr.eqns, self.flow)
+        parts = sunk(parts, self.flow, uses, lambda eqn: is_backward(stack_of(eqn)))
+        reaching = self.flow.reaching(jaxpr, reaches)
         parts = list(repeating(parts, self.flow, depending, reaching, uses, rounded, self.price))
         return jaxpr.replace(eqns=[eqn for part in parts for eqn in part]), parts
 

@@ -35,6 +35,9 @@ from jmp_kit.programs._marks import is_backward, stack_of
 
 Part = list[JaxprEqn]
 
+# What is this much smaller than what is made of it is the same for much of that.
+_SMALL = 16
+
 
 class Rounded(NamedTuple):
     """A value as products take it."""
@@ -64,8 +67,7 @@ def repeating(
     """
     eqns = [e for part in parts for e in part]
     backward = {id(e) for e in eqns if is_backward(stack_of(e))}
-    late_made = {v for e in eqns if id(e) in backward for v in e.outvars}
-    early = depending - late_made
+    early = depending - {v for e in eqns if id(e) in backward for v in e.outvars}
     order = {id(e): i for i, e in enumerate(eqns)}
     part_of = {id(e): i for i, part in enumerate(parts) for e in part}
     made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
@@ -124,47 +126,42 @@ def repeating(
     def is_there(v: Var, eqn: JaxprEqn) -> bool:
         return Rounded(v) in keep and from_memory(eqn)
 
-    def with_copies(eqn: JaxprEqn, renamed: Mapping[Var, Atom]) -> JaxprEqn:
-        return taking(eqn, {v: a for v, a in renamed.items() if not is_there(v, eqn)})
+    def with_copies(eqn: JaxprEqn, made_again: Mapping[Var, Atom]) -> JaxprEqn:
+        return taking(eqn, {v: a for v, a in made_again.items() if not is_there(v, eqn)})
 
     [barrier] = opened(jax.make_jaxpr(lax.optimization_barrier)(0.0))[0].eqns
     ends = {v for e in eqns if flow.closes(e) and id(e) in backward for v in e.outvars} & reaching
-    behind: dict[Var, Var] = {}  # the barrier, where XLA cannot tell what it was before
+    behind: dict[Var, Atom] = {}  # the barrier, where XLA cannot tell what it was before
+    computing = [e for e in eqns if id(e) in backward and not from_memory(e)]
+    read = {a for e in [*computing, *maker.values()] for a in e.invars if is_var(a)} & early
+
     for i, part in enumerate(parts):
         pairs = [(a, e) for e in part if id(e) in backward for a in e.invars if is_var(a)]
-        taken = [a for a, _ in pairs]
-        wanted = [a for a, e in pairs if a in maker and made_in[a] != i and not is_there(a, e)]
+        before = [(a, e) for a, e in pairs if made_in.get(a, -1) < i]
+        wanted = [a for a, e in before if a in maker and not is_there(a, e)]
         again, sources = traced_back(wanted, maker)
-        there = [a for a in taken if a in early and made_in.get(a, i) != i and a not in wanted]
-        here = [e for e in part if id(e) in backward]
-        mine = {v for e in here for v in e.outvars}
-        small = [
-            a
-            for e in [*again.values(), *here]
-            if not from_memory(e)
-            for a in _spread(e)
-            if a not in depending and a not in late_made and a not in mine
-        ]
+        there = [a for a, _ in before if a in read and a not in maker]
+        # XLA on CPUs makes early, and keeps, what it can: so nothing is before what comes from the
+        # products behind is there.
+        spread = [(a, e) for e in again.values() for a in e.invars if is_var(a)] + before
+        small = [a for a, e in spread if a not in depending and _is_spread(a, e)]
         fresh = [
-            v
-            for v in dict.fromkeys([*sources, *there, *small])
-            if (v in depending or v in small) and is_float32(v) and v not in behind
+            v for v in dict.fromkeys([*sources, *there, *small]) if v in depending or v in small
         ]
+        fresh = [v for v in fresh if is_float32(v) and v not in behind]
         if fresh:
-            # Nothing is made again before what comes from the products behind is there.
-            arrived = [a for a in taken if a in ends and made_in[a] < i and a not in behind]
+            arrived = [a for a, _ in before if a in ends and a not in behind]
             fresh += sorted(arrived, key=made_in.__getitem__, reverse=True)[:1]
             behind.update((v, Var(v.aval)) for v in fresh)
             yield [barrier.replace(invars=fresh, outvars=[behind[v] for v in fresh])]
-        renamed: dict[Var, Atom] = dict(behind)
-        copies = [copied(again[n], renamed) for n in sorted(again, key=order.__getitem__)]
+        made_again = dict(behind)
+        copies = [copied(again[n], made_again) for n in sorted(again, key=order.__getitem__)]
 
-        yield copies + [with_copies(e, renamed) if id(e) in backward else e for e in part]
+        yield copies + [with_copies(e, made_again) if id(e) in backward else e for e in part]
 
 
-def _spread(eqn: JaxprEqn) -> list[Var]:
-    largest = max(map(size_of, eqn.outvars), default=0)
-    return [a for a in eqn.invars if is_var(a) and size_of(a) * 16 < largest]
+def _is_spread(atom: Var, eqn: JaxprEqn) -> bool:
+    return any(size_of(atom) * _SMALL <= size_of(v) for v in eqn.outvars)
 
 
 def _normed(part: Part) -> set[Var]:

@@ -7,6 +7,7 @@ that is summed up, and over further axes again. Written so, one sum is all that 
     sum(x, (0, 1, 2)) = sum(sum(x, (1, 2)), 0)
 """
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -69,15 +70,16 @@ def shared(jaxpr: Jaxpr, is_late: Callable[[JaxprEqn], bool]) -> Jaxpr:
         return there[of, axes]
 
     def add(function: Callable[..., Any], operands: list[Atom], result: Var, source: Any) -> None:
-        eqns.extend(equations_of(function, operands, [result], source))
+        given = in_place(operands, instead)
+        eqns.extend(equations_of(function, given, [result], source))
 
     for eqn in jaxpr.eqns:
-        found = sums.get(id(eqn))
-        if found is None or len(wanted[found.of]) == 1:
+        one = sums.get(id(eqn))
+        if one is None or len(wanted[one.of]) == 1:
             eqns.append(taking(eqn, instead))
             continue
-        total = sum_of(found.of, found.axes, eqn.source_info)
-        for factor in reversed(found.factors):
+        total = sum_of(one.of, one.axes, eqn.source_info)
+        for factor in reversed(one.factors):
             made = Var(eqn.outvars[0].aval)
             add(factor.applied, [total, *factor.values], made, eqn.source_info)
             total = made
@@ -120,9 +122,13 @@ def _factor(eqn: JaxprEqn, axes: Axes, maker: Mapping[Var, JaxprEqn]) -> tuple[_
     for x, factor in pairs:
         constant = _constant(factor, axes, whole, maker)
         if is_var(x) and shape_of(x) == whole and constant is not None:
-            value, along = constant
-            return _Factor(lambda total, value: operation(total, along(value)), (value,)), x
+            return _Factor(functools.partial(_applied, operation, constant[1]), constant[:1]), x
     return None
+
+
+def _applied(operation: Callable[..., Any], along: Callable[..., Any], *values: Any) -> Any:
+    total, factor = values
+    return operation(total, along(factor))
 
 
 def _constant(

@@ -224,6 +224,8 @@ def _results(instruction: Instruction) -> list[Array]:
 
 
 _PICKS = ("gather", "dynamic-slice", "slice")  # from the first operand
+# Of these only what is picked of their results is computed.
+_PASSES = ("bitcast", "convert", "copy", "reshape", "transpose", "add", "multiply", "negate")
 _PUTS = {"dynamic-update-slice": 1}  # into the first operand, what this one is
 
 
@@ -236,7 +238,7 @@ def _moved_by_fusion(fused: Computation) -> tuple[list[Array], list[Array]]:
     def taken(name: str) -> Iterable[Array | None]:
         """What is picked of a value; None of one that is taken whole."""
         for user, i in uses[name]:
-            if user.opcode == "bitcast":
+            if user.opcode in _PASSES and not user.is_root:
                 yield from taken(user.name)
             elif user.opcode in _PICKS and i == 0:
                 yield user.results[0]
