@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -46,12 +47,18 @@ def _read(atom: Atom, env: Mapping[Var, Any]) -> Any:
 
 
 def _piece(jaxpr: Jaxpr, piece: Piece, env: Mapping[Var, Any]) -> dict[Var, Any]:
+    env = dict(env)
     if piece.apart:
         fresh = lax.optimization_barrier([env[v] for v in piece.apart])
-        env = {**env, **dict(zip(piece.apart, fresh, strict=True))}
-    function, invars = cut_out(jaxpr, piece.eqns, piece.results)
-    results = function(*(widen(env[v], v) for v in invars))
-    return dict(zip(piece.results, results, strict=True))
+        env.update(zip(piece.apart, fresh, strict=True))
+    for eqn in piece.moved:
+        operands = (_read(a, env) for a in eqn.invars if is_var(a) and is_float32(a))
+        dtype = jnp.result_type(*operands)
+        env.update(zip(eqn.outvars, _in_dtype(jaxpr, eqn, dtype, env), strict=True))
+    computed = [v for v in piece.results if v not in env]
+    function, invars = cut_out(jaxpr, piece.eqns, computed)
+    env.update(zip(computed, function(*(widen(env[v], v) for v in invars)), strict=True))
+    return {v: env[v] for v in piece.results}
 
 
 def _part(jaxpr: Jaxpr, part: Part, env: Env) -> None:
@@ -108,18 +115,21 @@ def _closed(jaxpr: Jaxpr, eqn: JaxprEqn, half: np.dtype | None, env: Mapping[Var
     if half is None:
         function, invars = cut_out(jaxpr, [eqn], eqn.outvars)
         return function(*(widen(env[v], v) for v in invars))
+    return _in_dtype(jaxpr, eqn if marked_dtype(eqn) else marked(eqn, half), half, env)
 
-    def half_of(atom: Atom) -> Var:
-        return retyped(atom, half if is_float32(atom) else atom.aval.dtype)
 
-    invars, outvars = ([half_of(a) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
+def _in_dtype(jaxpr: Jaxpr, eqn: JaxprEqn, dtype: np.dtype, env: Mapping[Var, Any]) -> Any:
+    """An equation's results, what is float32 in it in this dtype."""
+
+    def in_dtype(atom: Atom) -> Var:
+        return retyped(atom, dtype if is_float32(atom) else atom.aval.dtype)
+
+    invars, outvars = ([in_dtype(a) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
     params = dict(eqn.params)
     if "preferred_element_type" in params and is_float32(eqn.outvars[0]):
-        params["preferred_element_type"] = half
-    halved = eqn.replace(invars=invars, outvars=outvars, params=params)
-    if marked_dtype(eqn) is None:  # for an autocast around this one
-        halved = marked(halved, half)
-    function, _ = cut_out(jaxpr, [halved], outvars)
+        params["preferred_element_type"] = dtype
+    other = eqn.replace(invars=invars, outvars=outvars, params=params)
+    function, _ = cut_out(jaxpr, [other], outvars)
     with _named(eqn):
         operands = (_read(a, env) for a in eqn.invars)
         given = [cast(x, v.aval.dtype) for x, v in zip(operands, invars, strict=True)]

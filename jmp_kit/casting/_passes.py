@@ -36,6 +36,10 @@ _MOVES = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", 
 _MOVES |= {"concatenate", "pad", "iota", "split", "select_n", "clamp", "convert_element_type"}
 _REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 
+# What moves values as they are, padded with what is the same in any dtype.
+_EXACT = {"reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "rev"}
+_EXACT |= {"concatenate", "pad", "gather", "dynamic_slice", "broadcast_in_dim"}
+
 # What is a name around others, and a rule for derivatives that were taken.
 _CALLS = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call"}
 
@@ -243,7 +247,18 @@ class _Segment:
         elif group.is_apart:
             ordered = list(kernels.sums(ordered, set(roots)))
         ordered = [e for eqn in ordered for e in kernels.own_zeros(eqn)]
-        return Piece(ordered, list(roots), list(fresh) if group.is_apart else [])
+        apart = list(fresh) if group.is_apart else []
+        return Piece(ordered, list(roots), apart, list(self._moved(ordered)))
+
+    def _moved(self, eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
+        """What only moves values from outside, which may be there in half."""
+        made = {v for e in eqns for v in e.outvars}
+        for eqn in eqns:
+            operands = [a for a in eqn.invars if is_var(a) and is_float32(a)]
+            outside = operands and not any(a in made for a in operands)
+            if outside and eqn.primitive.name in _EXACT and all(map(self.depends, operands)):
+                made.difference_update(eqn.outvars)
+                yield eqn
 
 
 def _goes_into(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:

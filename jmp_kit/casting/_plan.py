@@ -60,6 +60,7 @@ class Piece(NamedTuple):
     eqns: Sequence[JaxprEqn]
     results: Sequence[Var]
     apart: Sequence[Var] = ()  # of what they take, what XLA is not to share with others
+    moved: Sequence[JaxprEqn] = ()  # before them, in the dtype that what they move is stored in
 
 
 class Fixed(NamedTuple):

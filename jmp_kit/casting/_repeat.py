@@ -150,7 +150,11 @@ def repeating(
         ]
         fresh = [v for v in fresh if is_float32(v) and v not in behind]
         if fresh:
-            arrived = [a for a, e in before if a in ends and a not in behind and e.primitive.name!="transpose"]
+            arrived = [
+                a
+                for a, e in before
+                if a in ends and a not in behind and e.primitive.name != "transpose"
+            ]
             fresh += sorted(arrived, key=made_in.__getitem__, reverse=True)[:1]
             behind.update((v, Var(v.aval)) for v in fresh)
             yield [barrier.replace(invars=fresh, outvars=[behind[v] for v in fresh])]
