@@ -31,8 +31,7 @@ def evaluated(plan: Plan, consts: Sequence[Any], args: Sequence[Any]) -> list[An
     for step in plan.steps:
         match step:
             case Barrier(eqn):
-                results = lax.optimization_barrier([_read(a, env) for a in eqn.invars])
-                env.update(zip(eqn.outvars, results, strict=True))
+                env.update(zip(eqn.outvars, _behind(step, env), strict=True))
             case Fixed(piece):
                 env.update(_piece(jaxpr, piece, env))
             case Part():
@@ -44,6 +43,16 @@ def evaluated(plan: Plan, consts: Sequence[Any], args: Sequence[Any]) -> list[An
 
 def _read(atom: Atom, env: Mapping[Var, Any]) -> Any:
     return env[atom] if is_var(atom) else atom.val
+
+
+def _behind(barrier: Barrier, env: Mapping[Var, Any]) -> Sequence[Any]:
+    values = [_read(a, env) for a in barrier.eqn.invars]
+    if not barrier.on_cpus:
+        return lax.optimization_barrier(values)
+    on_cpus: Any = lax.platform_dependent(
+        values, cpu=lax.optimization_barrier, default=lambda values: values
+    )
+    return on_cpus
 
 
 def _piece(jaxpr: Jaxpr, piece: Piece, env: Mapping[Var, Any]) -> dict[Var, Any]:

@@ -52,6 +52,7 @@ class Barrier(NamedTuple):
     """Values that XLA is to take as they are stored."""
 
     eqn: JaxprEqn
+    on_cpus: bool  # only: elsewhere nothing would be made of them before
 
 
 class Piece(NamedTuple):

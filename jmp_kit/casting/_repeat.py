@@ -20,6 +20,7 @@ from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
     copied,
+    in_place,
     is_along_rows,
     is_float32,
     is_small,
@@ -141,23 +142,20 @@ def repeating(
         wanted = [a for a, e in before if a in maker and not is_there(a, e)]
         again, sources = traced_back(wanted, maker)
         there = [a for a, _ in before if a in read and a not in maker]
-        # XLA on CPUs makes early, and keeps, what it can: so nothing is before what comes from the
-        # products behind is there.
-        spread = [(a, e) for e in again.values() for a in e.invars if is_var(a)] + before
-        small = [a for a, e in spread if a not in depending and _is_spread(a, e)]
-        fresh = [
-            v for v in dict.fromkeys([*sources, *there, *small]) if v in depending or v in small
-        ]
-        fresh = [v for v in fresh if is_float32(v) and v not in behind]
-        if fresh:
-            arrived = [
-                a
-                for a, e in before
-                if a in ends and a not in behind and e.primitive.name != "transpose"
-            ]
-            fresh += sorted(arrived, key=made_in.__getitem__, reverse=True)[:1]
-            behind.update((v, Var(v.aval)) for v in fresh)
-            yield [barrier.replace(invars=fresh, outvars=[behind[v] for v in fresh])]
+        taking_part = [(a, e) for e in again.values() for a in e.invars if is_var(a)] + before
+        spread = [a for a, e in taking_part if a not in depending and _is_spread(a, e)]
+        arrived = [a for a, _ in before if a in ends and a not in behind]
+        last = sorted(arrived, key=made_in.__getitem__)[-1:]
+        # XLA makes early, and keeps, what it can, on CPUs what is broadcast as well: so nothing is
+        # before what comes from the products behind is there.
+        moving = [v for v in [*sources, *there] if v in depending]
+        for several in (moving, spread):
+            fresh = [v for v in dict.fromkeys(several) if is_float32(v) and v not in behind]
+            if fresh:
+                taken = [*fresh, *in_place(last, behind)]
+                made = [Var(v.aval) for v in taken]
+                behind.update(zip([*fresh, *last], made, strict=True))
+                yield [barrier.replace(invars=taken, outvars=made)]
         made_again = dict(behind)
         copies = [copied(again[n], made_again) for n in sorted(again, key=order.__getitem__)]
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._worth import is_costly
-from jmp_kit.programs._flow import Body, Flow, bodies_of
+from jmp_kit.programs._flow import PAIRED, Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import is_float32, is_var, scan_counts, shape_of, size_of
 from jmp_kit.programs._marks import is_backward, is_differentiated, stack_of
 
@@ -43,8 +43,6 @@ _TAKEN = {"div": _FIRST, "rem": _FIRST, "select_n": slice(1, None), "clamp": sli
 _PUT_IN = ("dynamic_update_slice", "scatter", "gather")
 _PIECES = {"slice", "split", "dynamic_slice"}
 _SUMS = {"add", "add_any", "sub"}
-# Each result is an update of the operand in the same place.
-_PAIRED = {"optimization_barrier", "psum", "psum_invariant", "pmax", "pmin", "ppermute", "pvary"}
 
 # Scans of more rounds are no stacks of layers.
 _MOST_LAYERS = 256
@@ -110,7 +108,7 @@ class States:
             operands = [found.get(a, 0) if is_var(a) else 0 for a in eqn.invars]
             if self.flow.closes(eqn):
                 continue
-            if eqn.primitive.name in _PAIRED:
+            if eqn.primitive.name in PAIRED:
                 results = operands
             elif bodies_of(eqn):
                 flags = [is_var(a) and a in depending for a in eqn.invars]
@@ -259,7 +257,7 @@ class States:
             flags = [is_var(a) and a in depending for a in eqn.invars]
             if not any(flags) or self.flow.closes(eqn):
                 continue
-            if eqn.primitive.name in _PAIRED:
+            if eqn.primitive.name in PAIRED:
                 operands = results
             elif bodies_of(eqn):
                 given = [origins.get(a, 0) if is_var(a) else 0 for a in eqn.invars]

@@ -16,6 +16,9 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general
 # What libraries compute as one, attention say.
 KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
 
+# Each result is made of the operand in the same place.
+PAIRED = {"optimization_barrier", "psum", "psum_invariant", "pmax", "pmin", "ppermute", "pvary"}
+
 
 class Body(NamedTuple):
     """A jaxpr inside a higher-order equation, and how values get in and out of it."""
@@ -94,6 +97,8 @@ class Flow:
                 results = [True] * len(eqn.outvars)
             elif self.holds_product(eqn):
                 results = self._depending_results(eqn, operands)
+            elif eqn.primitive.name in PAIRED:
+                results = operands
             else:
                 results = [any(operands)] * len(eqn.outvars)
             marked |= {var for var, flag in zip(eqn.outvars, results, strict=True) if flag}
@@ -110,6 +115,8 @@ class Flow:
                 operands = [True] * len(eqn.invars)
             elif self.holds_product(eqn):
                 operands = self._reaching_operands(eqn, results)
+            elif eqn.primitive.name in PAIRED:
+                operands = results
             else:
                 operands = [any(results)] * len(eqn.invars)
             marked |= {
