@@ -1,7 +1,7 @@
 """Equations written so that XLA makes good kernels of them on GPUs; elsewhere as they were.
 
 - A sum along rows that goes back into them: XLA makes one kernel of a row where it recognises the
-  difference of a row and its sum, `max(x - (x - sum(x)))` is that sum.
+  difference of a row and its sum, and `max(x - (x - sum(x)))` is that sum.
 - Two sums over the same axes are the real and the imaginary part of one: XLA does not compute what
   both are made of twice, but writes it.
 - A sum that gives few results is taken in two stages, the first of which gives more.
@@ -29,7 +29,7 @@ def rows(eqns: Sequence[JaxprEqn], is_row: Callable[[JaxprEqn], bool]) -> Iterat
     """The equations, with sums along rows that XLA sees to be such."""
     for eqn in eqns:
         if is_row(eqn) and eqn.primitive.name == "reduce_sum" and is_float32(eqn.outvars[0]):
-            yield from _written(row_sum, [eqn])
+            yield from _on_gpus(row_sum, [eqn])
         else:
             yield eqn
 
@@ -43,41 +43,29 @@ def sums(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
     yield from (e for e in eqns if e not in found)
     for i in range(0, len(found), 2):
         pair = found[i : i + 2]
-        axes = tuple(pair[0].params["axes"])
-        yield from _written(functools.partial(sums_of, axes=axes, axis=_divided(pair[0])), pair)
+        axes, axis = tuple(pair[0].params["axes"]), _divided(pair[0])
+        yield from _on_gpus(functools.partial(sums_of, axes=axes, axis=axis), pair)
 
 
 def own_zeros(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """The equation; the backward pass of a maximum over windows with one dimension more."""
     if eqn.primitive.name == "select_and_scatter_add":
-        one = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0)}
-        params = {**eqn.params, **{name: (n, *eqn.params[name]) for name, n in one.items()}}
-        yield from _written(
-            lambda *xs: eqn.primitive.bind(*(x[None] for x in xs), **params)[0], [eqn]
-        )
+        yield from _on_gpus(functools.partial(scattered, eqn), [eqn])
     else:
         yield eqn
 
 
-def row_sum(x: jax.Array) -> jax.Array:
+def row_sum(x: jax.Array) -> Sequence[jax.Array]:
     """The sum over the last axis."""
-
-    def shown(x: jax.Array) -> jax.Array:
-        total = jnp.sum(x, axis=-1, keepdims=True)
-        return jnp.max(x - (x - total), axis=-1)
-
-    return _on_gpus(shown, lambda x: jnp.sum(x, axis=-1), x)
+    total = jnp.sum(x, axis=-1, keepdims=True)
+    return [jnp.max(x - (x - total), axis=-1)]
 
 
 def sums_of(*xs: jax.Array, axes: tuple[int, ...], axis: int | None) -> Sequence[jax.Array]:
     """The sums of one or two arrays over these axes, of which one is divided in stages, if any."""
-
-    def together(*xs: jax.Array) -> Sequence[jax.Array]:
-        x = lax.complex(*xs) if len(xs) > 1 else xs[0]
-        total = jnp.sum(x, axes) if axis is None else staged_sum(x, axes, axis)
-        return [total.real, total.imag] if len(xs) > 1 else [total]
-
-    return _on_gpus(together, lambda *xs: [jnp.sum(x, axes) for x in xs], *xs)
+    x = lax.complex(*xs) if len(xs) > 1 else xs[0]
+    total = jnp.sum(x, axes) if axis is None else staged_sum(x, axes, axis)
+    return [total.real, total.imag] if len(xs) > 1 else [total]
 
 
 def staged_sum(x: jax.Array, axes: tuple[int, ...], axis: int) -> jax.Array:
@@ -86,6 +74,13 @@ def staged_sum(x: jax.Array, axes: tuple[int, ...], axis: int) -> jax.Array:
     inner = tuple(a if a < axis else a + 1 for a in axes)
     parts = lax.optimization_barrier(jnp.sum(x.reshape(shape), inner))
     return jnp.sum(parts, axis - sum(a < axis for a in axes))
+
+
+def scattered(eqn: JaxprEqn, source: jax.Array, operand: jax.Array) -> Sequence[jax.Array]:
+    """What `select_and_scatter_add` gives, by way of one dimension more."""
+    one = {"window_dimensions": 1, "window_strides": 1, "padding": (0, 0)}
+    more = {name: (n, *eqn.params[name]) for name, n in one.items()}
+    return [eqn.primitive.bind(source[None], operand[None], **eqn.params | more)[0]]
 
 
 def _divided(eqn: JaxprEqn) -> int | None:
@@ -98,12 +93,19 @@ def _divided(eqn: JaxprEqn) -> int | None:
     return next((a for a in axes if a < len(shape) - 1 and shape[a] % _STAGES == 0), None)
 
 
-def _on_gpus(here: Callable[..., Any], elsewhere: Callable[..., Any], *xs: jax.Array) -> Any:
-    return lax.platform_dependent(*xs, cuda=here, rocm=here, default=elsewhere)
+def _on_gpus(
+    function: Callable[..., Sequence[Any]], eqns: Sequence[JaxprEqn]
+) -> Iterator[JaxprEqn]:
+    """What gives what these equations give: on GPUs, the function of all that they take."""
 
+    def as_they_were(*xs: jax.Array) -> Sequence[Any]:
+        rest = iter(xs)
+        taken = [[next(rest) for _ in e.invars] for e in eqns]
+        return [e.primitive.bind(*xs, **e.params) for e, xs in zip(eqns, taken, strict=True)]
 
-def _written(function: Callable[..., Any], eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """The equations of a function that gives what these give of what they take."""
+    def either(*xs: jax.Array) -> Any:
+        return lax.platform_dependent(*xs, cuda=function, rocm=function, default=as_they_were)
+
     operands = [a for e in eqns for a in e.invars]
     results = [v for e in eqns for v in e.outvars]
-    return equations_of(function, operands, results, eqns[0].source_info)
+    return equations_of(either, operands, results, eqns[0].source_info)

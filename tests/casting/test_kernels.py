@@ -1,0 +1,72 @@
+"""What XLA is shown on a GPU computes what it stands for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jmp_kit.casting._kernels import own_zeros, row_sum, scattered, staged_sum, sums, sums_of
+from jmp_kit.programs._jaxpr import opened
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_a_row_s_sum_is_its_sum(scale):
+    x = scale * np.random.default_rng(0).normal(size=(5, 7, 300)).astype(np.float32)
+    [found] = jax.jit(row_sum)(x)
+    expected = x.sum(-1, dtype=np.float64)
+    # Not more than what adding up loses.
+    assert np.all(np.abs(found - expected) <= 300 * np.finfo(np.float32).eps * np.abs(x).max(-1))
+
+
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
+def test_a_row_s_sum_shows_what_is_not_finite(wrong):
+    x = np.ones((2, 16), np.float32)
+    x[0, 3] = wrong
+    assert np.array_equal(np.isfinite(row_sum(x)[0]), [False, True])
+
+
+@pytest.mark.parametrize(("axes", "axis"), [((1, 2), 1), ((1, 2, 4), 2), ((2,), 2), ((0, 2), 2)])
+def test_a_sum_in_stages_is_the_sum(axes, axis):
+    x = np.random.default_rng(0).integers(9, size=(3, 16, 16, 2, 5)).astype(np.float32)
+    np.testing.assert_array_equal(staged_sum(x, axes=axes, axis=axis), x.sum(axes))
+
+
+@pytest.mark.parametrize("axis", [None, 1])
+@pytest.mark.parametrize("wrong", [1.0, np.inf, np.nan])
+def test_two_sums_in_one_are_two_sums(axis, wrong):
+    """What is not finite in one does not get into the other."""
+    x, y = np.random.default_rng(0).integers(9, size=(2, 4, 16, 3)).astype(np.float32)
+    x[1, 2, 0] = wrong
+    found = sums_of(x, y, axes=(0, 1), axis=axis)
+    np.testing.assert_array_equal(found[0], x.sum((0, 1)))
+    np.testing.assert_array_equal(found[1], y.sum((0, 1)))
+
+
+def stages(*shape):
+    """Whether a sum over images is taken in two."""
+    image = jax.ShapeDtypeStruct(shape, jnp.float32)
+    jaxpr = opened(jax.make_jaxpr(lambda x: jnp.sum(x, (1, 2)))(image))[0]
+    return "optimization_barrier" in str([*sums(jaxpr.eqns, set(jaxpr.outvars))])
+
+
+def test_few_sums_are_taken_in_two_stages():
+    assert stages(8, 64, 64, 32)
+    assert not stages(8, 16, 16, 32)
+    assert not stages(8, 64, 64, 2048)
+    assert not stages(8, 63, 65, 32)
+
+
+@pytest.mark.parametrize("padding", ["VALID", "SAME"])
+def test_the_gradient_of_a_maximum_over_windows(padding):
+    def pooled(x):
+        window, strides = (1, 3, 3, 1), (1, 2, 2, 1)
+        return lax.reduce_window(x, -jnp.inf, lax.max, window, strides, padding)
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32))
+    cotangent = jnp.arange(pooled(x).size, dtype=jnp.float32).reshape(pooled(x).shape)
+    jaxpr, _ = opened(jax.make_jaxpr(lambda x, g: jax.vjp(pooled, x)[1](g))(x, cotangent))
+    [eqn] = (e for e in jaxpr.eqns if e.primitive.name == "select_and_scatter_add")
+    [found] = scattered(eqn, cotangent, x)
+    np.testing.assert_array_equal(found, jax.vjp(pooled, x)[1](cotangent)[0])
+    assert [e.primitive.name for e in own_zeros(eqn)] != ["select_and_scatter_add"]
