@@ -84,18 +84,17 @@ def sunk(
     """
     found = [list(part) for part in parts]
     part_of = {id(e): i for i, part in enumerate(parts) for e in part}
+    is_alone = [len(part) == 1 and _is_alone(part[0], flow) for part in parts]
     for i, part in reversed(list(enumerate(parts))):
         for eqn in reversed(part):
             takers = [part_of[id(use)] for v in eqn.outvars for use in uses[v] if use is not None]
             target = min(takers, default=i)
             is_result = any(use is None for v in eqn.outvars for use in uses[v])
-            if target == i or is_result or not is_late(eqn) or not _moves(eqn):
-                continue
-            if not all(flow.is_product(e) or not _is_alone(e, flow) for e in found[target]):
-                continue
-            found[i].remove(eqn)
-            found[target].insert(0, eqn)
-            part_of[id(eqn)] = target
+            stays = target == i or is_result or is_alone[target] or not is_late(eqn)
+            if not stays and _moves(eqn):
+                found[i].remove(eqn)
+                found[target].insert(0, eqn)
+                part_of[id(eqn)] = target
     return [part for part in found if part]
 
 

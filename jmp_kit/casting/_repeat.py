@@ -108,8 +108,8 @@ def repeating(
             yield Rounded(v), Value([v], nbytes, True, False, False, is_multiplied, again)
         else:
             stored = is_stored or closing
-            rounded = is_half and not stored
-            yield v, Value(operands, nbytes, stored, rounded, is_read, is_multiplied, again)
+            is_rounded = is_half and not stored
+            yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
 
     eqn_of = {v: e for e in eqns for v in e.outvars}
     values: dict[Hashable, Value] = {}
@@ -124,11 +124,14 @@ def repeating(
     keep = kept(values, price)
     maker = {v: e for v, e in maker.items() if v not in keep}
 
+    rounded = {v.var for v in keep if isinstance(v, Rounded)}
+
     def is_there(v: Var, eqn: JaxprEqn) -> bool:
-        return Rounded(v) in keep and from_memory(eqn)
+        return v in rounded and from_memory(eqn)
 
     def with_copies(eqn: JaxprEqn, made_again: Mapping[Var, Atom]) -> JaxprEqn:
-        return taking(eqn, {v: a for v, a in made_again.items() if not is_there(v, eqn)})
+        taken = [a for a in eqn.invars if is_var(a) and a in made_again and not is_there(a, eqn)]
+        return taking(eqn, {a: made_again[a] for a in taken})
 
     [barrier] = opened(jax.make_jaxpr(lax.optimization_barrier)(0.0))[0].eqns
     ends = {v for e in eqns if flow.closes(e) and id(e) in backward for v in e.outvars} & reaching
