@@ -4,6 +4,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,9 +12,12 @@ from jax import lax
 
 import jmp_kit
 from jmp_kit import autocast
+from jmp_kit.casting import plans_of
 from jmp_kit.casting._again import Value, kept
+from jmp_kit.casting._plan import Part
 from jmp_kit.programs import every_equation
 from tests.casting.stream import WEIGHTS, X, block, loss_through, step_of
+from tests.casting.test_by_hand import COMPILES_AS_TRACED
 from tests.casting.zoo import SQUARE, mean_square
 
 
@@ -115,6 +119,7 @@ def temporary(fun, *args):
     return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.skipif(not COMPILES_AS_TRACED, reason="this XLA merges what is made again")
 def test_the_price_says_how_much_memory():
     def loss_fn(weights, x):
         for w in weights:
@@ -152,6 +157,39 @@ def test_exponentials_of_a_softmax_are_computed_once():
     grad = jmp_kit.grad(autocast(loss_fn, "bfloat16"), jmp_kit.NoOpLossScale())
     assert count(grad, "exp", *args) == count(jax.grad(loss_fn), "exp", *args) == 1
     assert count(jax.grad(autocast(loss_fn, "bfloat16")), "exp", *args) == 2
+
+
+@pytest.mark.parametrize("relu", [jax.nn.relu, lambda x: jnp.where(x > 0, jnp.maximum(x, 0), 0)])
+def test_a_relu_is_kept_as_products_take_it(relu):
+    """Neither where it is positive, nor what it is the positive part of."""
+
+    def loss_fn(w, x):
+        return mean_square(relu(relu(x @ w[0]) @ w[1]) @ w[0])
+
+    args = [jnp.eye(64)] * 2, jnp.ones((512, 64))
+    [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", *args)
+    parts = [step for step in plan.steps if isinstance(step, Part)]
+    masks = [v for part in parts for v in part.results if v.aval.dtype == bool]
+    assert not masks
+    np.testing.assert_allclose(
+        *(
+            np.ravel(jnp.stack(jax.jit(f)(*args)))
+            for f in (autocast(jax.grad(loss_fn), "mixed_bfloat16"), jax.grad(loss_fn))
+        ),
+        rtol=0.02,
+    )
+
+
+@pytest.mark.parametrize("x", [-1.0, 0.0, 1e-30, 1.0])
+def test_the_gradient_of_a_relu_at(x):
+    """Where float32's is: bfloat16 has no fewer exponents."""
+
+    def loss_fn(x):
+        return jnp.sum(jax.nn.relu(x @ jnp.eye(16)) @ jnp.eye(16))
+
+    given = jnp.full((8, 16), x)
+    half = jmp_kit.grad(autocast(loss_fn, "mixed_bfloat16"), jmp_kit.NoOpLossScale())
+    np.testing.assert_array_equal(half(given), jax.grad(loss_fn)(given))
 
 
 def test_a_transposed_product_is_turned_round():

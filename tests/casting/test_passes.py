@@ -109,3 +109,58 @@ def test_sums_over_the_same_values_are_one_pass():
     found = pieces(lambda x, scale, bias: layer_norm(x) * scale + bias, (64, 128, 64))
     vectors = [[v for v in piece.results if v.aval.shape == (64,)] for piece in found]
     assert max(map(len, vectors)) == 2
+
+
+def stored(fun, *args):
+    """The shapes of what is rounded on its way into memory."""
+    found = plans_of(fun, "mixed_bfloat16", *args)
+    return [s.var.aval.shape for plan in found for s in plan.every_stored() if s.form]
+
+
+def test_what_several_passes_take_is_stored_once():
+    """A sum of cotangents behind a mask, that a shortcut and a norm take."""
+
+    def loss_fn(w, x):
+        h = jax.nn.relu(layer_norm(x @ w[0]) + x @ w[1])
+        return mean_square(jax.nn.relu(h @ w[2]) @ w[3] + h @ w[4])
+
+    weights, x = [jnp.eye(64)] * 5, jnp.ones((256, 64))
+    [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", weights, x)
+    assert "select_n" in [s.eqn.primitive.name for s in plan.every_stored() if s.form]
+
+
+def test_what_joins_projections_is_not_stored_apart():
+    """The cotangent of a projection that was split: no part of it is padded before all are there."""
+
+    def loss_fn(w, x):
+        q, k, v = jnp.split(x @ w[0], 3, axis=-1)
+        return mean_square((jax.nn.softmax(q @ k.T) @ v) @ w[1])
+
+    args = [jnp.ones((64, 192)), jnp.eye(64)], jnp.ones((256, 64))
+    assert stored(jax.grad(loss_fn), *args).count((256, 192)) == 1
+
+
+@pytest.mark.parametrize("move", [jnp.flip, lambda x: x[jnp.arange(64) // 2], lambda x: x.T.T])
+def test_halves_move_as_halves(move):
+    def loss_fn(w, x):
+        return mean_square(jnp.tanh(move(jnp.tanh(x @ w[0]) @ w[1])) @ w[0])
+
+    args = [jnp.eye(64)] * 2, jnp.ones((64, 64))
+    [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", *args)
+    pieces = [q for step in plan.steps if isinstance(step, Part) for q in step.segment]
+    moved = [e for piece in pieces for e in piece.moved]
+    assert moved
+    found, full = (
+        jnp.stack(jax.jit(f)(*args))
+        for f in (autocast(jax.grad(loss_fn), "mixed_bfloat16"), jax.grad(loss_fn))
+    )
+    assert jnp.abs(found - full).max() <= 0.02 * jnp.abs(full).max()
+
+
+def test_a_custom_derivative_is_no_wall():
+    """A ReLU is computed in the pass that takes it."""
+    found = pieces(
+        lambda x, scale, bias: jax.nn.relu(group_norm(x) * scale + bias), (8, 16, 16, 64)
+    )
+    alone = [q for q in found if [e.primitive.name for e in q.eqns] == ["custom_jvp_call"]]
+    assert not alone
