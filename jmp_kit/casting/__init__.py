@@ -18,9 +18,10 @@ The function is traced once, at its own dtypes, to a jaxpr, which is split and e
 Here a function is traced (`_casting`), planned (`_planner`; `_plan` is the data) and evaluated
 (`_evaluate`). `docs/autocast.md` walks a loss through it. The planner's tables: `_state` finds what
 is updated, `_parts` splits, `_again` decides what is kept and what is computed again, for which
-`_inline`, `_scans`, `_turned`, `_undone` and `_repeat` rewrite a program that holds its backward
-pass; `_joined` and `_passes` make of a segment what XLA makes kernels of; `_loops` decides of
-carries, and `_biases` of gradients by biases where JAX makes the backward pass. `_calls` and
+`_inline`, `_scans`, `_turned`, `_undone`, `_sums` and `_repeat` rewrite a program that holds its
+backward pass; `_joined`, `_passes` and `_kernels` make of a segment what XLA makes kernels of;
+`_loops` decides of carries, and `_biases` of gradients by biases where JAX makes the backward pass.
+`_calls` and
 `_custom_derivatives` rebuild calls, loops, branches and rules around what is inside them; rules
 that can be called only while JAX differentiates are `_differentiated`'s. `_models` keeps what a
 function changes in nnx models, `_full_precision` marks what is to be left alone, and `_misused` and
@@ -34,5 +35,8 @@ from jmp_kit.casting._full_precision import full_precision as full_precision
 from jmp_kit.casting._models import arrays_of as arrays_of
 from jmp_kit.casting._models import changed as changed
 from jmp_kit.casting._models import set_arrays as set_arrays
+from jmp_kit.casting._plan import Barrier as Barrier
+from jmp_kit.casting._plan import Call as Call
+from jmp_kit.casting._plan import Part as Part
 from jmp_kit.casting._plan import Plan as Plan
 from jmp_kit.casting._plan import Stored as Stored

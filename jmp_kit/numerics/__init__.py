@@ -34,6 +34,7 @@ from jmp_kit.numerics._nonfinite import NonFinite as NonFinite
 from jmp_kit.numerics._plan import Plan as Plan
 from jmp_kit.numerics._plan import StoredValue as StoredValue
 from jmp_kit.numerics._plan import plan as plan
+from jmp_kit.numerics._planned import PlannedPart as PlannedPart
 from jmp_kit.numerics._plots import plot_audit as plot_audit
 from jmp_kit.numerics._plots import plot_comparison as plot_comparison
 from jmp_kit.numerics._plots import plot_exponents as plot_exponents

@@ -1,5 +1,6 @@
-"""What autocast makes of a function: which values it stores in half, and which are state."""
+"""What autocast makes of a function: what it stores in half, what is state, and in which parts."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jmp_kit._policy import Policy
 from jmp_kit.casting import Stored, plans_of
+from jmp_kit.numerics._planned import PlannedPart, parts_of
 from jmp_kit.numerics._sources import source_of
 from jmp_kit.numerics._tables import count, table
 from jmp_kit.programs import is_backward, names_in, stack_of
@@ -29,35 +31,60 @@ class StoredValue:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A row for each value that was decided about. Print it for a table."""
+    """A row for each part of a function, and for each value that was decided about. Print it."""
 
     values: tuple[StoredValue, ...]
+    parts: tuple[PlannedPart, ...]
 
     @property
     def state(self) -> tuple[StoredValue, ...]:
         """What stays float32, for it is updated, or something that is updated is made of it."""
         return tuple(value for value in self.values if value.dtype == "float32")
 
+    @property
+    def kept(self) -> int:
+        """The bytes that the forward pass leaves in memory for the backward pass."""
+        return sum(part.kept for part in self.parts)
+
     def __str__(self) -> str:
-        cells = [("stored in", "bytes", "why", "shape", "operation", "line", "path")]
-        for value in self.values:
-            cells.append(
-                (
-                    value.dtype,
-                    f"{count(value.nbytes)}B",
-                    value.why,
-                    "×".join(map(str, value.shape)),
-                    f"{value.primitive}{', backward' if value.backward else ''}",
-                    value.source,
-                    value.path,
-                )
-            )
         whole = sum(value.nbytes for value in self.state)
         half = sum(value.nbytes for value in self.values) - whole
-        return (
+        stored = (
             f"{len(self.values) - len(self.state)} values stored in half, {count(half)}B; "
-            f"{len(self.state)} in float32, {count(whole)}B\n{table(cells)}"
+            f"{len(self.state)} in float32, {count(whole)}B\n{table(self._value_cells())}"
         )
+        if not any(part.products for part in self.parts):
+            return stored
+        again = sum(part.again for part in self.parts)
+        return (
+            f"{stored}\n{len(self.parts)} parts; {count(self.kept)}B kept for a backward pass, "
+            f"{again} operations computed again\n{table(self._part_cells())}"
+        )
+
+    def _value_cells(self) -> list[tuple[str, ...]]:
+        cells: list[tuple[str, ...]] = [
+            ("stored in", "bytes", "why", "shape", "operation", "line", "path")
+        ]
+        for value in self.values:
+            shape = "×".join(map(str, value.shape))
+            operation = f"{value.primitive}{', backward' if value.backward else ''}"
+            nbytes = f"{count(value.nbytes)}B"
+            where = value.source, value.path
+            cells.append((value.dtype, nbytes, value.why, shape, operation, *where))
+        return cells
+
+    def _part_cells(self) -> list[tuple[str, ...]]:
+        cells: list[tuple[str, ...]] = [
+            ("pass", "products", "kernels before", "kept", "again", "line", "path")
+        ]
+        for part in self.parts:
+            names = collections.Counter(part.products).items()
+            products = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in names)
+            kept = f"{count(part.kept)}B" if part.kept else ""
+            which = "backward" if part.backward else "forward"
+            again = str(part.again or "")
+            cells.append((which, products, str(part.passes), kept, again, part.source, part.path))
+        return cells
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
@@ -71,12 +98,16 @@ def plan(
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """What `autocast(fun, policy)` stores in half, and what it keeps in float32 as state.
+    """What `autocast(fun, policy)` stores in half, keeps for a backward pass, and computes again.
 
     What is made anew is stored in half on its way from one product to the next. What is updated,
     weights by an optimizer or positions by a solver, is state: it stays float32, and products take
     it in half. Values that no product depends on, that no product is reached from, or that are
     small beside others stay as they are, and have no row.
+
+    A part is a run of operations and the products after it. Of a function that holds its backward
+    pass, a train step or a gradient, it says what that takes from memory and what it computes
+    again; of any other, what the backward pass would take that JAX makes of it.
 
     Args:
       fun: a function that autocast has not been applied to.
@@ -100,7 +131,10 @@ def plan(
       ((4, 2), 'carried by a loop, state', 'float32')
     """
     plans = plans_of(fun, policy, *args, rules=rules, **kwargs)
-    return Plan(tuple(_row(stored) for made in plans for stored in made.every_stored()))
+    return Plan(
+        values=tuple(_row(stored) for made in plans for stored in made.every_stored()),
+        parts=tuple(part for made in plans for part in parts_of(made)),
+    )
 
 
 def _row(stored: Stored) -> StoredValue:

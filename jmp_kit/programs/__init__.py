@@ -14,6 +14,7 @@ from jmp_kit.programs._flow import Flow as Flow
 from jmp_kit.programs._flow import bodies_of as bodies_of
 from jmp_kit.programs._jaxpr import cut_out as cut_out
 from jmp_kit.programs._jaxpr import every_equation as every_equation
+from jmp_kit.programs._jaxpr import is_float32 as is_float32
 from jmp_kit.programs._jaxpr import is_var as is_var
 from jmp_kit.programs._jaxpr import pruned as pruned
 from jmp_kit.programs._jaxpr import scan_counts as scan_counts

@@ -70,8 +70,37 @@ def test_printed():
     first, heading, *rows = str(found).splitlines()
     assert first.startswith(f"{len(found.values) - len(found.state)} values stored in half")
     assert heading.split()[:2] == ["stored", "in"]
-    assert len(rows) == len(found.values)
+    parts = rows[len(found.values) :]
+    assert parts[0].startswith(f"{len(found.parts)} parts")
+    assert parts[1].split()[:2] == ["pass", "products"]
+    assert len(parts) == 2 + len(found.parts)
     assert json.loads(json.dumps(found.to_dict()))["values"][0]["dtype"] == "bfloat16"
+
+
+def test_parts_of_a_gradient():
+    """What its backward pass takes from memory, and what it computes again."""
+    found = numerics.plan(jax.grad(loss_fn), "mixed_bfloat16", PARAMS, X)
+    forward, backward = ([p for p in found.parts if p.backward is flag] for flag in (False, True))
+    assert [p.path for p in forward if p.products][-2:] == ["mlp", ""]
+    assert sum(len(p.products) for p in forward) == 5
+    assert sum(len(p.products) for p in backward) == 9  # of the first, none by the input
+    # Half results of products, and what they are made of.
+    assert 0 < found.kept == sum(p.kept for p in forward) <= 2 * (16 * 32 + 4 * 16 * 8 + 2 * 16 * 4)
+    assert sum(p.again for p in backward) > 0 == sum(p.again for p in forward)
+    assert all(p.products == ("dot_general bfloat16",) * len(p.products) for p in found.parts)
+
+
+def test_parts_of_a_loss_and_of_a_loop():
+    """What a backward pass would take that JAX makes; what is inside a loop, once."""
+    found = numerics.plan(loss_fn, "mixed_bfloat16", PARAMS, X)
+    assert not any(p.backward for p in found.parts)
+    assert found.kept > 0
+
+    def scanned(w, x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, 5)[0].sum()
+
+    [part, *_] = numerics.plan(scanned, "mixed_bfloat16", jnp.eye(8), X).parts
+    assert part.products == ("dot_general bfloat16",)
 
 
 def test_nothing_to_store():

@@ -1,0 +1,80 @@
+"""The parts of a plan: which products, in how many passes, and what their backward pass keeps."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_kit.casting import Barrier, Call, Part, Plan
+from jmp_kit.numerics._sources import source_of
+from jmp_kit.programs import is_backward, is_float32, is_var, names_in, stack_of
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedPart:
+    """A run of operations, and the products after it."""
+
+    source: str  # "model.py:41", the line of its first product, or of what it ends with
+    path: str  # name scopes, in Flax linen the module
+    products: tuple[str, ...]  # "dot_general bfloat16"
+    passes: int  # over memory, of the operations before the products
+    kept: int  # bytes of its results that a backward pass takes from memory
+    again: int  # operations of the forward pass that it, of a backward pass, computes once more
+    backward: bool
+
+
+def parts_of(plan: Plan, calls: tuple[JaxprEqn, ...] = ()) -> Iterator[PlannedPart]:
+    """Every part, however deep, in order."""
+    taken = _taken_late(plan, calls)
+    for step in plan.steps:
+        match step:
+            case Part():
+                yield _row(step, calls, taken)
+            case Call(eqn, bodies):
+                for _, body in bodies:
+                    yield from parts_of(body, (*calls, eqn))
+
+
+def _row(part: Part, calls: tuple[JaxprEqn, ...], taken: set[Var]) -> PlannedPart:
+    segment = [e for piece in part.segment for e in piece.eqns]
+    products = [e for e, _ in part.products]
+    last = (products or segment)[:1] if products else segment[-1:]
+    stacks = [stack_of(e, calls) for e in (*segment, *products)]
+    backward = any(map(is_backward, stacks))
+    halves = {v for v, s in part.stored.items() if s.form}
+    halves.update(v for e, dtype in part.products if dtype for v in e.outvars if is_float32(v))
+    return PlannedPart(
+        source=next((str(source_of(e, calls)) for e in last), ""),
+        path=next((names_in(stack_of(e, calls)) for e in last), ""),
+        products=tuple(f"{e.primitive.name} {dtype or 'as traced'}" for e, dtype in part.products),
+        passes=len(part.segment),
+        kept=0 if backward else sum(_nbytes(v, v in halves) for v in part.results if v in taken),
+        again=sum(not is_backward(stack) for stack in stacks) if backward else 0,
+        backward=backward,
+    )
+
+
+def _nbytes(v: Var, is_half: bool) -> int:
+    return int(v.aval.size) * (2 if is_half else v.aval.dtype.itemsize)
+
+
+def _taken_late(plan: Plan, calls: tuple[JaxprEqn, ...]) -> set[Var]:
+    """What the backward pass takes; of a program without one, what it would."""
+    late: set[Var] = set()
+    for step in plan.steps:
+        match step:
+            case Barrier(eqn):
+                late.update(filter(is_var, eqn.invars))
+            case Part():
+                eqns = [e for piece in step.segment for e in piece.eqns]
+                eqns += [e for e, _ in step.products]
+                is_late = step.saveable or any(is_backward(stack_of(e, calls)) for e in eqns)
+                late |= _operands(eqns) if is_late else set()
+            case Call(eqn):
+                late |= _operands([eqn]) if is_backward(stack_of(eqn, calls)) else set()
+    return late
+
+
+def _operands(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    made = {v for e in eqns for v in e.outvars}
+    return {a for e in eqns for a in e.invars if is_var(a)} - made
