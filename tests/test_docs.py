@@ -8,6 +8,7 @@ import runpy
 import pytest
 
 import jmp_kit
+from benchmarks.zoo import ZOO
 
 ROOT = pathlib.Path(jmp_kit.__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -62,6 +63,15 @@ def test_the_picture_is_of_the_present_program(tmp_path):
         for row in rows:
             assert f">{row.kind}: {row.name}, {row.dtype}<" in text
             assert all(f">{stored}<" in text for stored in row.stored)
+
+
+def test_the_picture_of_programs_is_of_the_last_results(tmp_path):
+    programs = runpy.run_path(str(ROOT / "docs" / "programs.py"))
+    found = programs["ratios"](programs["last_results"]())
+    assert set(found) == set(ZOO)
+    assert all(len(ways) == 2 for model in found.values() for ways in model.values())
+    programs["draw"](found, tmp_path / "programs.png")
+    assert (tmp_path / "programs.png").stat().st_size > 10_000
 
 
 def test_what_is_said_of_scale_is_what_a_mesh_does(standard_promotion):
