@@ -17,15 +17,14 @@ The function is traced once, at its own dtypes, to a jaxpr, which is split and e
 `programs` reads jaxprs: what depends on a product and what reaches one, names, marks and paths.
 Here a function is traced (`_casting`), planned (`_planner`; `_plan` is the data) and evaluated
 (`_evaluate`). `docs/autocast.md` walks a loss through it. The planner's tables: `_state` finds what
-is updated, `_parts` splits, `_again` decides what is kept and what is computed again, for which
-`_inline`, `_scans`, `_turned`, `_undone`, `_sums` and `_repeat` rewrite a program that holds its
-backward pass; `_joined`, `_passes` and `_kernels` make of a segment what XLA makes kernels of;
-`_loops` decides of carries, and `_biases` of gradients by biases where JAX makes the backward pass.
-`_calls` and
-`_custom_derivatives` rebuild calls, loops, branches and rules around what is inside them; rules
-that can be called only while JAX differentiates are `_differentiated`'s. `_models` keeps what a
-function changes in nnx models, `_full_precision` marks what is to be left alone, and `_misused` and
-`_warned` tell what cannot, or may not, be meant.
+is updated, `_parts` splits, `_taken` reads what a backward pass takes, `_again` decides what of it
+is kept and what computed again, for which `_inline`, `_scans`, `_turned`, `_undone`, `_sums` and
+`_repeat` rewrite the program; `_joined`, `_passes` and `_kernels` make of a segment what XLA makes
+kernels of; `_loops` decides of carries, and `_biases` of gradients by biases where JAX makes the
+backward pass. `_calls` and `_custom_derivatives` rebuild calls, loops, branches and rules around
+what is inside them; rules that can be called only while JAX differentiates are
+`_differentiated`'s. `_models` keeps what a function changes in nnx models, `_full_precision` marks
+what is to be left alone, and `_misused` and `_warned` tell what cannot, or may not, be meant.
 """
 
 from jmp_kit.casting._autocast import autocast as autocast

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._parts import parts_of
-from jmp_kit.casting._repeat import makers
+from jmp_kit.casting._taken import makers
 from jmp_kit.casting._worth import is_linear
 from jmp_kit.programs._flow import Flow, bodies_of
 from jmp_kit.programs._jaxpr import (

@@ -1,0 +1,149 @@
+"""What a backward pass takes of its forward pass, where both are one program."""
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
+
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_kit.casting._again import Value
+from jmp_kit.casting._parts import acts
+from jmp_kit.casting._worth import is_kept, reduces
+from jmp_kit.programs._flow import Flow
+from jmp_kit.programs._jaxpr import (
+    is_along_rows,
+    is_float32,
+    is_small,
+    is_var,
+    names_within,
+    shape_of,
+)
+from jmp_kit.programs._marks import is_backward, stack_of
+
+Part = list[JaxprEqn]
+
+
+class Rounded(NamedTuple):
+    """A value as products take it."""
+
+    var: Var
+
+
+class ForwardPass:
+    """What is known of the values of the forward pass.
+
+    Attributes:
+      maker: what may be made again, and the equation that does so: what only its own segment and
+        the backward pass take; what others take is stored anyway.
+      early: what the forward pass makes that depends on a product.
+      results: what may be computed with as it is stored for products, that is rounded.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        flow: Flow,
+        depending: Set[Var],
+        uses: Mapping[Var, Sequence[JaxprEqn | None]],
+        results: Set[Var],
+    ) -> None:
+        self.parts, self.flow, self.depending = parts, flow, depending
+        self.uses, self.results = uses, results
+        self.eqns = [e for part in parts for e in part]
+        self.backward = {id(e) for e in self.eqns if is_backward(stack_of(e))}
+        self.early = depending - {v for e in self.eqns if self.is_late(e) for v in e.outvars}
+        self.part_of = {id(e): i for i, part in enumerate(parts) for e in part}
+        self.made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
+        self.maker = makers(parts, flow, self._is_made_again)
+
+    def is_late(self, eqn: JaxprEqn) -> bool:
+        """Whether it is one of the backward pass."""
+        return id(eqn) in self.backward
+
+    def _is_made_again(self, v: Var, part: int) -> bool:
+        return v in self.early and all(self._is_spared(use, part) for use in self.uses[v])
+
+    def _is_spared(self, use: JaxprEqn | None, part: int) -> bool:
+        if use is None:
+            return False
+        is_computed = self.flow.closes(use) or not _is_whole(use, self.flow)
+        return self.part_of[id(use)] == part or (self.is_late(use) and is_computed)
+
+    def from_memory(self, eqn: JaxprEqn) -> bool:
+        """Whether it takes its operands from memory."""
+        return _is_whole(eqn, self.flow) or (_is_kept(eqn, self.flow) and not reduces(eqn))
+
+    def values(self) -> dict[Hashable, Value]:
+        """What the backward pass takes of the forward pass, and what that is made of."""
+        values: dict[Hashable, Value] = {}
+        normed = {v for part in self.parts for v in _normed(part)}
+        product_of = {v for e in self.eqns if self.flow.is_product(e) for v in e.outvars}
+        late = filter(self.is_late, self.eqns)
+        pairs = ((a, self.part_of[id(e)]) for e in late for a in e.invars if is_var(a))
+        waiting = [a for a, part in pairs if self.made_in.get(a, part) != part]
+        while waiting:
+            v = waiting.pop()
+            if v in self.early and v in self.made_in and v not in values:
+                found = dict(self._values_of(v, v in normed, v in product_of))
+                values |= found
+                waiting += found[v].operands or ()
+        return values
+
+    def _values_of(
+        self, v: Var, is_normed: bool, is_product: bool
+    ) -> Iterator[tuple[Hashable, Value]]:
+        """A value to compute with, and where they differ the same as products take it, rounded."""
+        here = self.made_in[v]
+        takers = [e for e in self.uses[v] if e is None or self.part_of[id(e)] != here]
+        late = [e for e in takers if e is not None and self.is_late(e)]
+        is_multiplied = any(map(self.from_memory, late))
+        is_read = not all(map(self.from_memory, late))
+        closing = any(e is not None and self.flow.closes(e) for e in self.uses[v])
+        is_stored = v not in self.maker or len(late) < len(takers)
+        is_half = is_float32(v) and (closing or is_product or not is_small(v, self.parts[here]))
+        # Of symbolic dimensions each is as good as one.
+        size = math.prod(n for n in shape_of(v) if isinstance(n, int))
+        nbytes = size * (2 if is_half else v.aval.dtype.itemsize)
+        # A norm is made again in a pass of its own, which reads what it is a norm of.
+        again = nbytes * (2 if is_normed else 1) if is_multiplied else 0
+        operands = [a for a in self.maker[v].invars if is_var(a)] if v in self.maker else None
+        if closing and is_half and not is_stored and v not in self.results:
+            yield v, Value(operands, nbytes, False, True, is_read, False, 0)
+            yield Rounded(v), Value([v], nbytes, True, False, False, is_multiplied, again)
+        else:
+            stored = is_stored or closing
+            is_rounded = is_half and not stored
+            yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
+
+
+def _normed(part: Part) -> set[Var]:
+    """What is made with sums along rows."""
+    found: set[Var] = set()
+    for eqn in part:
+        is_made_of_sums = not reduces(eqn) and any(is_var(a) and a in found for a in eqn.invars)
+        if is_made_of_sums or (reduces(eqn) and is_along_rows(eqn)):
+            found.update(eqn.outvars)
+    return found
+
+
+def makers(
+    parts: Sequence[Part], flow: Flow, is_made_again: Callable[[Var, int], bool]
+) -> dict[Var, JaxprEqn]:
+    """What may be made again, and the equation that does so."""
+    return {
+        v: e
+        for i, part in enumerate(parts)
+        for e in part
+        if not _is_whole(e, flow) and not _is_kept(e, flow)
+        for v in e.outvars
+        if is_made_again(v, i)
+    }
+
+
+def _is_whole(eqn: JaxprEqn, flow: Flow) -> bool:
+    return flow.closes(eqn) or flow.holds_product(eqn) or acts(eqn)
+
+
+def _is_kept(eqn: JaxprEqn, flow: Flow) -> bool:
+    # A product that is no end of a segment is one of a full-precision region.
+    return any(name in flow.products or is_kept(name) for name in names_within(eqn))
