@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
+import jax
+from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import is_var, size_of
+from jmp_kit.programs._jaxpr import is_var, opened, size_of
 
 
 def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> list[list[JaxprEqn]]:
@@ -111,6 +113,13 @@ _MOVES = {"pad", "mul", "div", "neg", "reshape", "transpose", "squeeze", "conver
 def acts(eqn: JaxprEqn) -> bool:
     """Whether running the equation twice would be seen; naming a mesh axis would not."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def barrier_of(taken: Sequence[Var], made: Sequence[Var], on_cpus: bool) -> JaxprEqn:
+    """An equation that lets values through as they are stored, if only XLA on CPUs needs it so."""
+    [eqn] = opened(jax.make_jaxpr(lax.optimization_barrier)(0.0))[0].eqns
+    params = {"on_cpus": True} if on_cpus else {}
+    return eqn.replace(invars=list(taken), outvars=list(made), params=params)
 
 
 def is_barrier(part: Sequence[JaxprEqn]) -> bool:

@@ -126,8 +126,6 @@ class _Segment:
 
     def _is_fused(self, eqn: JaxprEqn) -> bool:
         """Whether XLA computes it in registers: one value of another, or of those in its place."""
-        if acts(eqn):
-            return False
         inside = [e for jaxpr in subjaxprs(eqn) for e in jaxpr.eqns]
         if inside:
             return eqn.primitive.name in _CALLS and all(map(self._is_fused, inside))

@@ -106,7 +106,7 @@ class Planner:
         there = {*jaxpr.constvars, *jaxpr.invars}
         for part in parts:
             if is_barrier(part):
-                steps.append(Barrier(part[0], on_cpus=not program.depends(part[0].invars[0])))
+                steps.append(Barrier(part[0], on_cpus="on_cpus" in part[0].params))
             elif not self.flow.is_product(part[0]) and self.flow.holds_product(part[0]):
                 steps.append(self._call(program, part[0], stepping))
             else:

@@ -7,11 +7,10 @@ of the backward pass are given equations that make it again, of what is stored a
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 
-import jax
-from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._again import kept
+from jmp_kit.casting._parts import barrier_of
 from jmp_kit.casting._taken import ForwardPass, Part, Rounded
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
@@ -20,7 +19,6 @@ from jmp_kit.programs._jaxpr import (
     in_place,
     is_float32,
     is_var,
-    opened,
     size_of,
     taking,
     traced_back,
@@ -69,7 +67,6 @@ class _Backward:
         taken = {a for e in [*computing, *self.maker.values()] for a in e.invars if is_var(a)}
         self.read = taken & program.early
         self.order = {id(e): i for i, e in enumerate(program.eqns)}
-        [self.barrier] = opened(jax.make_jaxpr(lax.optimization_barrier)(0.0))[0].eqns
         self.behind: dict[Var, Atom] = {}  # a barrier, where XLA cannot tell what it was before
 
     def parts(self) -> Iterator[Part]:
@@ -115,13 +112,14 @@ class _Backward:
         spread = [a for a, e in (*pairs, *before) if a not in depending and _is_spread(a, e)]
         arrived = [a for a, _ in before if a in self.ends and a not in self.behind]
         last = sorted(arrived, key=made_in.__getitem__)[-1:]
-        for several in ([v for v in [*sources, *there] if v in depending], spread):
+        moving = [v for v in [*sources, *there] if v in depending]
+        for several, on_cpus in ((moving, False), (spread, True)):
             fresh = [v for v in dict.fromkeys(several) if is_float32(v) and v not in self.behind]
             if fresh:
                 taken = [*fresh, *in_place(last, self.behind)]
                 made = [Var(v.aval) for v in taken]
                 self.behind.update(zip([*fresh, *last], made, strict=True))
-                yield [self.barrier.replace(invars=taken, outvars=made)]
+                yield [barrier_of(taken, made, on_cpus)]
 
 
 def _is_spread(atom: Var, eqn: JaxprEqn) -> bool:
