@@ -14,6 +14,7 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting import _kernels as kernels
@@ -36,7 +37,7 @@ _MOVES = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", 
 _MOVES |= {"concatenate", "pad", "iota", "split", "select_n", "clamp", "convert_element_type"}
 _REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 
-# What moves values as they are, padded with what is the same in any dtype.
+# What moves values as they are.
 _EXACT = {"reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "rev"}
 _EXACT |= {"concatenate", "pad", "gather", "dynamic_slice", "broadcast_in_dim"}
 
@@ -254,9 +255,16 @@ class _Segment:
         for eqn in eqns:
             operands = [a for a in eqn.invars if is_var(a) and is_float32(a)]
             outside = operands and not any(a in made for a in operands)
-            if outside and eqn.primitive.name in _EXACT and all(map(self.depends, operands)):
+            if outside and _is_exact(eqn) and all(map(self.depends, operands)):
                 made.difference_update(eqn.outvars)
                 yield eqn
+
+
+def _is_exact(eqn: JaxprEqn) -> bool:
+    """Whether it moves values as they are, beside what every dtype has."""
+    beside = [a.val for a in eqn.invars if not is_var(a) and is_float32(a)]
+    beside += [x for x in [eqn.params.get("fill_value")] if x is not None]
+    return eqn.primitive.name in _EXACT and all(x == 0 or not np.isfinite(x) for x in beside)
 
 
 def _goes_into(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:

@@ -48,9 +48,9 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
         return is_float32(v) and any(e and flow.closes(e) and not is_late(e) for e in uses[v])
 
     for eqn in jaxpr.eqns:
-        if _is_mask(eqn):
+        if _is_mask(eqn) and all(e and is_late(e) for e in uses[eqn.outvars[0]]):
+            results.update(positive[a] for a in eqn.invars[:1] if a in positive)
             eqns.append(taking(eqn, positive))
-            results.update(a for a in eqns[-1].invars if a in positive.values())
             continue
         eqns.append(taking(eqn, instead) if is_late(eqn) else eqn)
         if _is_positive_part(eqn) and is_multiplied(eqn.outvars[0]):

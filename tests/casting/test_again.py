@@ -180,6 +180,18 @@ def test_a_relu_is_kept_as_products_take_it(relu):
     )
 
 
+def test_what_the_forward_pass_asks_of_an_operand_stays_as_it_was():
+    """A float16 cannot tell a number this small from zero."""
+
+    def loss_fn(x):
+        h = 1e-12 * (x @ jnp.eye(16))
+        return jnp.sum(jax.nn.relu(h) @ jnp.eye(16)) + jnp.sum(jnp.where(h > 0, 1.0, 0.0))
+
+    given = jnp.ones((8, 16))
+    half = jmp_kit.value_and_grad(autocast(loss_fn, "mixed_float16"), jmp_kit.StaticLossScale(2.0))
+    assert half(given)[0] == 8 * 16
+
+
 @pytest.mark.parametrize("x", [-1.0, 0.0, 1e-30, 1.0])
 def test_the_gradient_of_a_relu_at(x):
     """Where float32's is: bfloat16 has no fewer exponents."""

@@ -159,6 +159,19 @@ def test_halves_move_as_halves(move):
     assert jnp.abs(found - full).max() <= 0.02 * jnp.abs(full).max()
 
 
+@pytest.mark.parametrize(("value", "is_moved"), [(0.0, True), (-jnp.inf, True), (0.1, False)])
+def test_halves_are_padded_with_what_half_has(value, is_moved):
+    def loss_fn(w, x):
+        h = jax.lax.pad(jnp.tanh(x @ w[0]) @ w[1], value, [(0, 8, 0), (0, 0, 0)])
+        return mean_square(jnp.maximum(h, -1.0) @ w[0])
+
+    args = [jnp.eye(64)] * 2, jnp.ones((64, 64))
+    [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", *args)
+    pieces = [q for step in plan.steps if isinstance(step, Part) for q in step.segment]
+    names = [e.primitive.name for piece in pieces for e in piece.moved]
+    assert ("pad" in names) == is_moved
+
+
 def test_a_custom_derivative_is_no_wall():
     """A ReLU is computed in each pass that takes it, and written in float32 for none."""
 
