@@ -64,7 +64,8 @@ def _piece(jaxpr: Jaxpr, piece: Piece, env: Mapping[Var, Any]) -> dict[Var, Any]
         operands = (_read(a, env) for a in eqn.invars if is_var(a) and is_float32(a))
         dtype = jnp.result_type(*operands)
         env.update(zip(eqn.outvars, _in_dtype(jaxpr, eqn, dtype, env), strict=True))
-    computed = [v for v in piece.results if v not in env]
+    moved = {v for eqn in piece.moved for v in eqn.outvars}
+    computed = [v for v in piece.results if v not in moved]
     function, invars = cut_out(jaxpr, piece.eqns, computed)
     env.update(zip(computed, function(*(widen(env[v], v) for v in invars)), strict=True))
     return {v: env[v] for v in piece.results}

@@ -10,6 +10,10 @@ from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import is_var, opened, size_of
 
 
+# What moves or scales one value.
+_MOVES = {"pad", "mul", "div", "neg", "reshape", "transpose", "squeeze", "convert_element_type"}
+
+
 def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> list[list[JaxprEqn]]:
     """Each part is a segment and the products after it, none of which takes another's result.
 
@@ -105,9 +109,6 @@ def _moves(eqn: JaxprEqn) -> bool:
     operands = [a for a in eqn.invars if is_var(a)]
     is_one = len(operands) == 1 and size_of(operands[0]) <= size_of(eqn.outvars[0])
     return is_one and eqn.primitive.name in _MOVES
-
-
-_MOVES = {"pad", "mul", "div", "neg", "reshape", "transpose", "squeeze", "convert_element_type"}
 
 
 def acts(eqn: JaxprEqn) -> bool:

@@ -38,7 +38,7 @@ def parts_of(plan: Plan, calls: tuple[JaxprEqn, ...] = ()) -> Iterator[PlannedPa
 def _row(part: Part, calls: tuple[JaxprEqn, ...], taken: set[Var]) -> PlannedPart:
     segment = [e for piece in part.segment for e in piece.eqns]
     products = [e for e, _ in part.products]
-    last = (products or segment)[:1] if products else segment[-1:]
+    last = products[:1] or segment[-1:]
     stacks = [stack_of(e, calls) for e in (*segment, *products)]
     backward = any(map(is_backward, stacks))
     halves = {v for v, s in part.stored.items() if s.form}
