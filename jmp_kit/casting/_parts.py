@@ -9,7 +9,6 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import is_var, opened, size_of
 
-
 # What moves or scales one value.
 _MOVES = {"pad", "mul", "div", "neg", "reshape", "transpose", "squeeze", "convert_element_type"}
 
