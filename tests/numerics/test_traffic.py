@@ -99,6 +99,37 @@ def test_the_table_and_the_numbers():
     assert "and 6 more, which move" in str(Traffic("a device", tuple(many)))
 
 
+CUT = """HloModule jit_g
+
+%cut (p: f32[64,8]) -> bf16[4,8] {
+  %p = f32[64,8]{1,0} parameter(0)
+  %n = f32[64,8]{1,0} negate(%p)
+  LAST
+}
+
+ENTRY %main (x: f32[64,8]) -> bf16[4,8] {
+  %x = f32[64,8]{1,0} parameter(0)
+  ROOT %f = bf16[4,8]{1,0} fusion(%x), kind=kLoop, calls=%cut
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "rows"),
+    [
+        (
+            "%s = f32[4,8]{1,0} slice(%n), slice={[0:4], [0:8]}\n  ROOT %r = bf16[4,8] convert(%s)",
+            4,
+        ),
+        ("%t = f32[64,8]{1,0} tanh(%n)\n  ROOT %r = bf16[64,8]{1,0} convert(%t)", 64),
+        ("ROOT %r = f32[64,8]{1,0} add(%n, %n)", 64),
+    ],
+)
+def test_what_is_cut_of_an_operand_behind_other_operations(last, rows):
+    [kernel] = traffic_of(CUT.replace("LAST", last), "a device").kernels
+    assert kernel.read == rows * 8 * 4
+
+
 @pytest.mark.parametrize("name", ["resnet_batch", "gru"])
 def test_a_loop_counts_as_often_as_it_runs(name):
     model = MODELS[name]
