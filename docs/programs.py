@@ -53,7 +53,7 @@ def draw(found, path):
         axes.grid(axis="x", alpha=0.3)
     panels[0].set_yticks(range(len(models)), models)
     panels[0].legend(loc="lower left")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata={"Description": json.dumps(found)})
     plt.close(figure)
 
 

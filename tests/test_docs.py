@@ -1,10 +1,12 @@
 """What the documentation shows runs, and nothing public is without it."""
 
 import inspect
+import json
 import pathlib
 import re
 import runpy
 
+import PIL.Image
 import pytest
 
 import jmp_kit
@@ -71,7 +73,8 @@ def test_the_picture_of_programs_is_of_the_last_results(tmp_path):
     assert set(found) == set(ZOO)
     assert all(len(ways) == 2 for model in found.values() for ways in model.values())
     programs["draw"](found, tmp_path / "programs.png")
-    assert (tmp_path / "programs.png").stat().st_size > 10_000
+    for picture in (tmp_path / "programs.png", ROOT / "docs" / "programs.png"):
+        assert json.loads(PIL.Image.open(picture).text["Description"]) == found
 
 
 def test_what_is_said_of_scale_is_what_a_mesh_does(standard_promotion):

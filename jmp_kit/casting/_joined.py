@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
+from jmp_kit.programs._flow import SUMS
 from jmp_kit.programs._jaxpr import Atom, is_float32, is_small, is_var, size_of
 from jmp_kit.programs._marks import is_backward, stack_of
 
-_SUMS = {"add", "add_any", "sub"}
 # Of these, what more than one takes is stored.
-_JOINS = _SUMS | {"select_n"}
+_JOINS = SUMS | {"select_n"}
 _MOVES = {"reshape", "transpose", "neg", "convert_element_type", "squeeze"}
 
 
@@ -42,7 +42,7 @@ def joined(
             found = max(terms_of(a, v) for a in eqn.invars[1:])
         else:
             each = [terms_of(a, v) for a in eqn.invars]
-            found = sum(each) if eqn.primitive.name in _SUMS | _MOVES and all(each) else 0
+            found = sum(each) if eqn.primitive.name in SUMS | _MOVES and all(each) else 0
         terms.update((out, found) for out in eqn.outvars)
         is_new = eqn.primitive.name in _JOINS and found > 1 and len(uses[v]) > 1
         is_new &= all(map(is_cotangent, (eqn, *uses[v])))

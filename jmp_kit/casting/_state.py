@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._worth import is_costly
-from jmp_kit.programs._flow import PAIRED, Body, Flow, bodies_of
+from jmp_kit.programs._flow import PAIRED, SUMS, Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import is_float32, is_var, scan_counts, shape_of, size_of
 from jmp_kit.programs._marks import is_backward, is_differentiated, stack_of
 
@@ -42,7 +42,6 @@ _TAKEN = {"div": _FIRST, "rem": _FIRST, "select_n": slice(1, None), "clamp": sli
 # What is put into the first operand of these is no update of it, whatever its size.
 _PUT_IN = ("dynamic_update_slice", "scatter", "gather")
 _PIECES = {"slice", "split", "dynamic_slice"}
-_SUMS = {"add", "add_any", "sub"}
 
 # Scans of more rounds are no stacks of layers.
 _MOST_LAYERS = 256
@@ -134,7 +133,7 @@ class States:
             )
             if sum(map(size_of, atoms)) == size_of(v) and all(origins):  # they are joined
                 found = _union(origins)
-            if name in _SUMS and found & UNIFORM:
+            if name in SUMS and found & UNIFORM:
                 found |= STATE
             if shape_of(v) in self.shapes and is_backward(stack_of(eqn)):
                 found |= STATE

@@ -16,6 +16,9 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general
 # What libraries compute as one, attention say.
 KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
 
+# What adds two values.
+SUMS = {"add", "add_any", "sub"}
+
 # Each result is made of the operand in the same place.
 PAIRED = {"optimization_barrier", "psum", "psum_invariant", "pmax", "pmin", "ppermute", "pvary"}
 
