@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jmp_kit import all_finite, select_tree
 from jmp_kit._tree import cast_like
@@ -36,6 +37,36 @@ def test_all_finite_is_a_boolean_scalar_under_jit():
     assert result.shape == ()
     assert result.dtype == jnp.bool_
     assert not result
+
+
+def layers(number):
+    """Of two matrices and a bias each, two of one shape."""
+    one = {"first": jnp.ones((8, 8)), "second": jnp.ones((8, 8)), "bias": jnp.ones(8)}
+    return {f"layer_{i}": one for i in range(number)}
+
+
+@pytest.mark.parametrize(("number", "checks"), [(1, 3), (12, 3), (40, 6)])
+def test_layers_are_checked_together(number, checks):
+    jaxpr = jax.make_jaxpr(all_finite)(layers(number))
+    assert str(jaxpr).count("reduce_and") == checks
+    for spoiled in range(number):
+        tree = layers(number)
+        tree[f"layer_{spoiled}"] = tree[f"layer_{spoiled}"] | {"bias": jnp.full(8, jnp.nan)}
+        assert not all_finite(tree)
+
+
+def test_what_is_sharded_in_different_ways_is_checked_where_it_is():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, columns = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("x",), (None, "x")))
+    tree = [
+        {"first": jax.device_put(jnp.ones((8, 64)), rows), "second": jnp.ones((8, 64))}
+        for _ in range(3)
+    ]
+    tree = [layer | {"second": jax.device_put(layer["second"], columns)} for layer in tree]
+    text = jax.jit(all_finite).lower(tree).compile().as_text()
+    assert "all-reduce" in text
+    assert "all-to-all" not in text
+    assert "all-gather" not in text
 
 
 @pytest.mark.parametrize("chosen", [True, False])
