@@ -112,8 +112,9 @@ class _Backward:
         spread = [a for a, e in (*pairs, *before) if a not in depending and _is_spread(a, e)]
         arrived = [a for a, _ in before if a in self.ends and a not in self.behind]
         last = sorted(arrived, key=made_in.__getitem__)[-1:]
-        moving = [v for v in [*sources, *there] if v in depending]
-        for several, on_cpus in ((moving, False), (spread, True)):
+        moving = [v for v in sources if v in depending]
+        widened = [v for v in there if v in depending]
+        for several, on_cpus in ((moving, False), ([*widened, *spread], True)):
             fresh = [v for v in dict.fromkeys(several) if is_float32(v) and v not in self.behind]
             if fresh:
                 taken = [*fresh, *in_place(last, self.behind)]
