@@ -251,7 +251,7 @@ def _moved_by_fusion(fused: Computation) -> tuple[list[Array], list[Array]]:
             [array] = instruction.results[:1]
             picked = list(taken(instruction.name))
             whole = None in picked or sum(p.size for p in picked if p) >= array.size
-            read += [array] if whole else [p for p in picked if p]
+            read += [array] if whole else [Array(array.dtype, p.shape) for p in picked if p]
     root = root_of(fused)
     outputs = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
     written = []

@@ -130,6 +130,15 @@ def test_what_is_cut_of_an_operand_behind_other_operations(last, rows):
     assert kernel.read == rows * 8 * 4
 
 
+def test_what_is_cut_behind_a_cast_counts_as_what_is_read():
+    widened = CUT.replace("x: f32", "x: bf16").replace("p: f32", "p: bf16")
+    widened = widened.replace("%p = f32", "%p = bf16").replace("%x = f32", "%x = bf16")
+    widened = widened.replace("negate", "convert")
+    last = "%s = f32[4,8]{1,0} slice(%n), slice={[0:4], [0:8]}\n  ROOT %r = bf16[4,8] convert(%s)"
+    [kernel] = traffic_of(widened.replace("LAST", last), "a device").kernels
+    assert kernel.read == 4 * 8 * 2
+
+
 @pytest.mark.parametrize("name", ["resnet_batch", "gru"])
 def test_a_loop_counts_as_often_as_it_runs(name):
     model = MODELS[name]
