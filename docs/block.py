@@ -1,20 +1,24 @@
 """Draws what autocast makes of a transformer block: `python docs/block.py` writes block.svg.
 
-Everything in the picture is read off the traced program.
+Everything in the picture is read off the plan.
 """
 
+import collections
+import itertools
 import pathlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import matplotlib
+from jax.extend.core import Var
 
-import jmp_kit
+from jmp_kit.casting import Part, plans_of
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.patches import FancyBboxPatch
+from matplotlib.patches import FancyBboxPatch, Patch
 
 BATCH, TIME, WIDTH = 8, 256, 512
 
@@ -58,97 +62,98 @@ def block(params, x):
         return -jax.nn.log_softmax(logits)[..., 0].mean()
 
 
-class Row(NamedTuple):
-    """One piece of the program, in order."""
+class Box(NamedTuple):
+    """A product, or the operations before products."""
 
-    kind: str  # "product", "segment" or "epilogue"
-    name: str
-    dtype: str  # computed in
-    stored: list[str]  # what is stored, dtype and shape
-
-
-def row(kind: str, eqns, dtype: str, stored) -> Row:
-    """The name scopes of equations, each once; casts have none."""
-    scopes = (str(eqn.source_info.name_stack).split("/")[0] for eqn in eqns)
-    name = ", ".join(dict.fromkeys(scope for scope in scopes if scope))
-    return Row(kind, name, dtype, [var.aval.str_short() for var in stored])
+    name: str  # scopes
+    colour: str
+    stored: str  # what is stored of it
+    taken: set[Var]
+    made: set[Var]
 
 
-def rows() -> list[Row]:
-    """The block as autocast evaluates it."""
+PRODUCT, OPERATIONS = "#4477aa", "#ddaa33"
+LEGEND = {"products, bfloat16": PRODUCT, "operations between them, float32": OPERATIONS}
+LEFT, RIGHT, GAP, BESIDE = 0.4, 5.8, 0.2, 6.3  # of boxes, and what is stored of them
+
+
+def lines() -> list[list[Box]]:
+    """The block as it is planned, from top to bottom; in a line no box waits for another."""
     shapes = {
         name: jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH if name == "up" else WIDTH), jnp.float32)
         for name in ("embed", "query", "key", "value", "out", "up", "head")
     }
     shapes["down"] = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
     x = jax.ShapeDtypeStruct((BATCH, TIME, WIDTH), jnp.float32)
-    program = jax.make_jaxpr(jmp_kit.autocast(block, "mixed_bfloat16"))(shapes, x).jaxpr
-    found, segment = [], []  # what follows from products and is no part of its own yet
-    depending = set()  # on a product
-    choices = set()  # that XLA cannot make: so it cannot undo a cast to half
-    for eqn in program.eqns:
-        # A part: a segment and the products after it. Only what is repeated is wrapped.
-        repeated = eqn.primitive.name == "remat2"
-        eqns = eqn.params["jaxpr"].eqns if repeated else [eqn]
-        products = [e for e in eqns if e.primitive.name == "dot_general"]
-        follows = depending.intersection(map(id, eqn.invars))
-        if products:
-            segment += [e for e in eqns if e not in products]
-            made = {var: e for e in products for var in e.outvars}
-            leaving = eqn.params["jaxpr"].outvars if repeated else eqn.invars
-            stored = [var for var in leaving if any(var in e.outvars for e in segment)]
-            if segment:
-                found.append(row("segment", segment, "float32", stored))
-            for var, e in made.items():
-                found.append(row("product", [e], var.aval.dtype.name, [var]))
-            segment = []
-        elif eqn.primitive.name == "optimization_barrier":
-            choices.update(map(id, eqn.outvars))
-        elif choices.intersection(map(id, eqn.invars)):  # what the rest reads as stored
-            found.append(row("segment", segment, "float32", eqn.outvars))
-            segment = []
-        elif follows:
-            segment.append(eqn)
-        if products or follows:
-            depending.update(map(id, eqn.outvars))
-    found.append(row("epilogue", segment, program.outvars[0].aval.dtype.name, program.outvars))
-    return found
+    [plan] = plans_of(block, "mixed_bfloat16", shapes, x)
+    parts = [step for step in plan.steps if isinstance(step, Part)]
+    return [line for part in parts for line in _lines_of(part) if line]
 
 
-COLOURS = {"product": "#4477aa", "segment": "#ddaa33", "epilogue": "#228833"}
+def _lines_of(part: Part) -> Iterator[list[Box]]:
+    segment = [eqn for piece in part.segment for eqn in piece.eqns]
+    if segment:
+        stored = {value.var: value.dtype for value in part.stored.values()}
+        yield [_box(segment, OPERATIONS, stored or {segment[-1].outvars[0]: "float32"})]
+    yield [_box([eqn], PRODUCT, {eqn.outvars[0]: dtype}) for eqn, dtype in part.products]
 
 
-def draw(found: list[Row], path: pathlib.Path) -> None:
-    """A column of boxes, and beside each what is stored of it."""
+def _box(eqns, colour: str, stored) -> Box:
+    scopes = (str(eqn.source_info.name_stack).split("/")[0] for eqn in eqns)
+    texts = (f"{dtype}[{','.join(map(str, v.aval.shape))}]" for v, dtype in stored.items())
+    return Box(
+        name=", ".join(dict.fromkeys(scopes)),
+        colour=colour,
+        stored=", ".join(texts),
+        taken={atom for eqn in eqns for atom in eqn.invars if isinstance(atom, Var)},
+        made={var for eqn in eqns for var in eqn.outvars},
+    )
+
+
+def draw(found: list[list[Box]], path: pathlib.Path) -> None:
+    """Boxes and arrows, and beside them what is stored."""
     settings = {"svg.fonttype": "none", "svg.hashsalt": "jmp_kit", "font.family": "sans-serif"}
     with plt.rc_context(settings):
-        figure, axes = plt.subplots(figsize=(8, 0.42 * len(found) + 0.8), layout="constrained")
-        axes.set(xlim=(0, 10), ylim=(-len(found) - 0.2, 1.2))
+        figure, axes = plt.subplots(figsize=(8, 0.44 * len(found) + 1.1), layout="constrained")
+        axes.set(xlim=(0, 10), ylim=(-len(found), 0.6))
+        axes.set_title("A transformer block under mixed_bfloat16", loc="left", weight="bold")
         axes.axis("off")
-        for x, heading in ((2.6, "computed"), (6.9, "stored")):
-            axes.text(x, 0.55, heading, ha="center", weight="bold")
-        for i, row in enumerate(found):
-            y = -i - 0.8
-            box = FancyBboxPatch(
-                (0.3, y),
-                4.6,
-                0.66,
-                boxstyle="round,pad=0.02,rounding_size=0.12",
-                facecolor=COLOURS[row.kind],
-                edgecolor="none",
-                alpha=0.9,
-            )
-            axes.add_patch(box)
-            colour = "black" if row.kind == "segment" else "white"
-            text = {"va": "center", "ha": "center"}
-            axes.text(2.6, y + 0.33, f"{row.kind}: {row.name}, {row.dtype}", color=colour, **text)
-            axes.text(6.9, y + 0.33, ", ".join(row.stored) or "nothing", family="monospace", **text)
-            if i:
-                arrow = {"arrowstyle": "-|>", "color": "#555555", "lw": 0.8}
-                axes.annotate("", (2.6, y + 0.67), (2.6, y + 1.0), arrowprops=arrow)
+        axes.text(BESIDE, 0.15, "stored in memory", weight="bold")
+        drawn: list[tuple[int, float, Box]] = []  # with their lines and middles
+        for i, line in enumerate(found):
+            width = (RIGHT - LEFT + GAP) / len(line) - GAP
+            for column, box in enumerate(line):
+                x = LEFT + column * (width + GAP)
+                style = {"boxstyle": "round,pad=0,rounding_size=0.12", "edgecolor": "none"}
+                patch = FancyBboxPatch((x, -i - 0.8), width, 0.66, facecolor=box.colour, **style)
+                axes.add_patch(patch)
+                ink = "black" if box.colour == OPERATIONS else "white"
+                middle = x + width / 2
+                axes.text(middle, -i - 0.47, box.name, va="center", ha="center", color=ink)
+                drawn.append((i, middle, box))
+            counts = collections.Counter(box.stored for box in line).items()
+            text = ", ".join(f"{n} × {stored}" if n > 1 else stored for stored, n in counts)
+            axes.text(BESIDE, -i - 0.47, text, va="center", family="monospace")
+        for start, end in itertools.combinations(drawn, 2):
+            if start[2].made & end[2].taken:
+                _arrow(axes, *start[:2], *end[:2])
+        handles = [Patch(color=colour, label=label) for label, colour in LEGEND.items()]
+        figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False)
         figure.savefig(path, metadata={"Date": None})
         plt.close(figure)
 
 
+def _arrow(axes, start: int, start_x: float, end: int, end_x: float) -> None:
+    """From one line to another, beside the boxes between them."""
+    style = {"arrowstyle": "-|>", "color": "#555555", "lw": 0.8}
+    if end == start + 1:
+        axes.annotate("", (end_x, -end - 0.14), (start_x, -start - 0.8), arrowprops=style)
+        return
+    edge, beside = (RIGHT, RIGHT + GAP) if start_x > end_x else (LEFT, LEFT - GAP)
+    y, to = -start - 0.6, -end - 0.35
+    axes.plot([edge, beside, beside], [y, y, to], color=style["color"], lw=style["lw"])
+    axes.annotate("", (edge, to), (beside, to), arrowprops=style)
+
+
 if __name__ == "__main__":
-    draw(rows(), pathlib.Path(__file__).with_suffix(".svg"))
+    draw(lines(), pathlib.Path(__file__).with_suffix(".svg"))

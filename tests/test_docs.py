@@ -55,16 +55,21 @@ def test_the_readme_has_the_two_commands():
     assert "make test" in README
 
 
-def test_the_picture_is_of_the_present_program(tmp_path):
+def test_the_picture_is_of_the_present_plan(tmp_path):
     block = runpy.run_path(str(ROOT / "docs" / "block.py"))
-    rows = block["rows"]()
-    assert [row.dtype for row in rows if row.kind == "product"] == ["bfloat16"] * 10
-    block["draw"](rows, tmp_path / "block.svg")
+    lines = block["lines"]()
+    products = [box for line in lines for box in line if box.colour == block["PRODUCT"]]
+    assert len(products) == 10
+    assert all(box.stored.startswith("bfloat16[") for box in products)
+    assert [box.name for box in max(lines, key=len)] == ["query", "key", "value"]
+    block["draw"](lines, tmp_path / "block.svg")
     for picture in (tmp_path / "block.svg", ROOT / "docs" / "block.svg"):
         text = picture.read_text()
-        for row in rows:
-            assert f">{row.kind}: {row.name}, {row.dtype}<" in text
-            assert all(f">{stored}<" in text for stored in row.stored)
+        drawn = re.findall(r">([^<>]+)</text>", text)
+        for line in lines:
+            assert f"{line[0].stored}<" in text
+            for box in line:
+                drawn.remove(box.name)
 
 
 def test_the_picture_of_programs_is_of_the_last_results(tmp_path):
