@@ -22,7 +22,7 @@ from sklearn.model_selection import train_test_split
 import jmp_kit
 from benchmarks import corpus
 from benchmarks.compiled import program_bytes
-from benchmarks.models import GPTBlock
+from benchmarks.models import GPTBlock, causal_attention
 from benchmarks.results import Column, Options, Row, number
 
 COLUMNS = [
@@ -78,7 +78,7 @@ class Reader(nn.Module):
         """Logits of words int[batch, time]."""
         x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(x)
         for _ in range(self.layers):
-            x = GPTBlock(self.heads, self.dtype, None)(x)
+            x = GPTBlock(self.heads, self.dtype, causal_attention)(x)
         x = nn.LayerNorm(dtype=self.dtype)(x.mean(1))
         return nn.Dense(self.classes, dtype=self.dtype)(x)
 

@@ -17,6 +17,7 @@ import optax
 import jmp_kit
 from benchmarks import corpus, gpt, resnet
 from benchmarks.measuring import Contender, measure
+from benchmarks.models import causal_attention
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import Task, plain_state, plain_step, with_jmp_kit
 from jmp_kit.programs import every_equation
@@ -55,7 +56,7 @@ def run(options: Options) -> list[Row]:
 def _gpt(tiny: bool) -> tuple[list[Contender], Sequence[Any]]:
     size = gpt.TINY["gpt 124M"] if tiny else gpt.Size(4, 4, 128, batch=4, time=128, vocabulary=512)
     batches = corpus.batches(2, size.batch, size.time, size.vocabulary, 20)
-    return _contenders(gpt.task(size, fused=False)), batches
+    return _contenders(gpt.task(size, causal_attention)), batches
 
 
 def _resnet(tiny: bool) -> tuple[list[Contender], Sequence[Any]]:

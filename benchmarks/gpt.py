@@ -13,7 +13,7 @@ import optax
 
 from benchmarks import corpus, torch_gpt
 from benchmarks.measuring import Contender, matrix_rate, measure
-from benchmarks.models import GPT, Attention, causal_attention
+from benchmarks.models import GPT, Attention, causal_attention, fused_attention
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import Task, contenders
 
@@ -53,12 +53,12 @@ COLUMNS = [
 ]
 
 
-def task(size: Size, fused: bool = True, attention: Attention = causal_attention) -> Task:
-    """A GPT of this size; `fused` attention is a kernel's where there is a GPU."""
+def task(size: Size, attention: Attention = fused_attention) -> Task:
+    """A GPT of this size."""
 
-    def module(dtype: Any, half: Any) -> GPT:
+    def module(dtype: Any) -> GPT:
         shape = size.vocabulary, size.layers, size.heads, size.width
-        return GPT(*shape, dtype, half if fused else None, attention)
+        return GPT(*shape, dtype, attention)
 
     return Task(module, jnp.zeros((1, size.time), jnp.int32), optax.adamw(3e-4))
 
@@ -68,7 +68,7 @@ def unfused(size: Size) -> list[Contender]:
     names = "jmp_kit, bfloat16", "by hand, bfloat16"
     return [
         dataclasses.replace(c, name=f"{c.name}, plain attention")
-        for c in contenders(task(size, fused=False))
+        for c in contenders(task(size, causal_attention))
         if c.name in names
     ]
 

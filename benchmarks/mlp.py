@@ -43,7 +43,7 @@ def run(options: Options) -> list[Row]:
     rate = matrix_rate(width, jnp.bfloat16)
     x = jax.random.normal(jax.random.key(0), (batch, width))
     labels = jnp.arange(batch) % width
-    task = Task(lambda dtype, half: Wide(width, dtype), x[:1], optax.sgd(0.1))
+    task = Task(lambda dtype: Wide(width, dtype), x[:1], optax.sgd(0.1))
     field = [c for c in contenders(task) if "bfloat16" in c.name and options.takes(c.name)]
     rows = measure(field, [(x, labels)], steps=options.steps, title="mlp")
     operations = (6 * 4 - 2) * batch * width**2

@@ -8,20 +8,27 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, half: Any = None) -> jax.Array:
-    """Of [batch, time, heads, width]; by cuDNN's kernel on a GPU if there is a half dtype for it.
-
-    That kernel takes nothing wider, so a float32 model casts to it, and back, by hand.
-    """
-    if half is None or jax.default_backend() != "gpu":
-        return nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(q[:, :, 0, 0]))
-    operands = (x.astype(half) for x in (q, k, v))
-    out = jax.nn.dot_product_attention(*operands, is_causal=True, implementation="cudnn")
-    return out.astype(q.dtype)
+import jmp_kit
 
 
-Attention = Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Of [batch, time, heads, width]."""
+    return nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(q[:, :, 0, 0]))
+
+
+def fused_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The same by cuDNN's kernel, where there is a GPU."""
+    return _by_cudnn(q, k, v) if jax.default_backend() == "gpu" else causal_attention(q, k, v)
+
+
+@jmp_kit.half_precision
+def _by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    if q.dtype == jnp.float32:  # which it refuses
+        return causal_attention(q, k, v)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class GPTBlock(nn.Module):
@@ -29,8 +36,7 @@ class GPTBlock(nn.Module):
 
     heads: int
     dtype: Any
-    half: Any
-    attention: Attention = causal_attention
+    attention: Attention = fused_attention
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -39,7 +45,7 @@ class GPTBlock(nn.Module):
         dense = functools.partial(nn.Dense, dtype=self.dtype)
         *shape, width = x.shape
         qkv = dense(3 * width)(norm()(x)).reshape(*shape, 3, self.heads, width // self.heads)
-        y = self.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], self.half)
+        y = self.attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
         x = x + dense(width)(y.reshape(x.shape))
         return x + dense(width)(nn.gelu(dense(4 * width)(norm()(x))))
 
@@ -52,8 +58,7 @@ class GPT(nn.Module):
     heads: int
     width: int
     dtype: Any = None
-    half: Any = None  # what attention computes in, by a kernel that takes only half
-    attention: Attention = causal_attention
+    attention: Attention = fused_attention
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -63,7 +68,7 @@ class GPT(nn.Module):
         position = self.param("position", initialise, (tokens.shape[1], self.width))
         x = embed(tokens) + position.astype(self.dtype or jnp.float32)
         for _ in range(self.layers):
-            x = GPTBlock(self.heads, self.dtype, self.half, self.attention)(x)
+            x = GPTBlock(self.heads, self.dtype, self.attention)(x)
         return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
 
 

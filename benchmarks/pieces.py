@@ -38,10 +38,10 @@ BASES = {
 def contenders(task: Task) -> list[Contender]:
     """Each piece alone, and what it is compared with."""
     half, state, optimizer = jnp.bfloat16, plain_state(task), task.optimizer
-    loss = task.loss(half=half)
+    loss = task.loss()
     kept = jmp_kit.autocast(loss, "mixed_bfloat16", recompute=False)
     nothing, static = jmp_kit.NoOpLossScale(), jmp_kit.StaticLossScale(2.0**15)
-    float16 = jmp_kit.autocast(task.loss(half=jnp.float16), "mixed_float16")
+    float16 = jmp_kit.autocast(task.loss(), "mixed_float16")
     bfloat16 = jmp_kit.autocast(loss, "mixed_bfloat16")
     unscaled = plain_step(float16, optimizer)
     return [
@@ -63,7 +63,7 @@ def contenders(task: Task) -> list[Contender]:
 
 
 def _half_parameters(name: str, task: Task, optimizer: optax.GradientTransformation) -> Contender:
-    loss = jmp_kit.autocast(task.loss(half=jnp.bfloat16), "mixed_bfloat16")
+    loss = jmp_kit.autocast(task.loss(), "mixed_bfloat16")
     policy = jmp_kit.get_policy("params=bfloat16,compute=bfloat16,output=float32")
 
     def state() -> Any:

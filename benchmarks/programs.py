@@ -125,7 +125,7 @@ def _serving(task: Task) -> Iterator[Contender]:
 
     def served(name: str, policy: str, weights: str) -> Contender:
         def words(params: Any, tokens: Any) -> jax.Array:
-            return jnp.argmax(task.module(None, None).apply({"params": params}, tokens), axis=-1)
+            return jnp.argmax(task.module(None).apply({"params": params}, tokens), axis=-1)
 
         run = jmp_kit.autocast(words, policy)
         cast = jmp_kit.get_policy(weights).cast_to_param

@@ -25,7 +25,7 @@ COLUMNS = [
 def task(stages: tuple[int, ...], width: int, pixels: int, classes: int = 1000) -> Task:
     """A ResNet of this size."""
     return Task(
-        lambda dtype, half: ResNet(stages, width, classes, dtype),
+        lambda dtype: ResNet(stages, width, classes, dtype),
         jnp.zeros((1, pixels, pixels, 3)),
         optax.sgd(0.1, momentum=0.9),
     )

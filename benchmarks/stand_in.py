@@ -6,15 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jmp_kit
+
 _NAMES = "attention_forward", "attention_backward"
 
 
-def stand_in(q: jax.Array, k: jax.Array, v: jax.Array, half: Any) -> jax.Array:
-    """Of [batch, time, heads, width] in `half`, of fewer heads of `k` and `v` too.
+@jmp_kit.half_precision
+def stand_in(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Of [batch, time, heads, width], of fewer heads of `k` and `v` too.
 
     Who runs it gets an error, or worse.
     """
-    return _attention(*(x.astype(half) for x in (q, k, v))).astype(q.dtype)
+    return _attention(q, k, v)
 
 
 @jax.custom_vjp

@@ -26,7 +26,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 class Task:
     """A Flax model in any dtype, with its variables, learned and other."""
 
-    module: Callable[[Any, Any], Any]  # from dtype=, and what kernels that take only half take
+    module: Callable[[Any], Any]  # from dtype=
     example: Any
     optimizer: optax.GradientTransformation
     error: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy  # of outputs and labels
@@ -39,19 +39,17 @@ class Task:
 
     @functools.cached_property
     def _initialise(self) -> Callable[[], Any]:
-        return jax.jit(lambda: self.module(None, None).init(jax.random.key(0), self.example))
+        return jax.jit(lambda: self.module(None).init(jax.random.key(0), self.example))
 
-    def loss(self, dtype: Any = None, half: Any = None) -> Loss:
+    def loss(self, dtype: Any = None) -> Loss:
         """(params, rest, inputs, labels) -> (loss, new rest).
 
-        In float32, or by hand in `dtype`; kernels that take nothing wider take `half`.
+        In float32, or by hand in `dtype`.
         """
 
         def loss_fn(params: Any, rest: Any, inputs: Any, labels: Any) -> tuple[jax.Array, Any]:
             variables = {"params": params, **rest}
-            outputs, rest = self.module(dtype, half or dtype).apply(
-                variables, inputs, mutable=list(rest)
-            )
+            outputs, rest = self.module(dtype).apply(variables, inputs, mutable=list(rest))
             return self.error(outputs.astype(jnp.float32), labels).mean(), rest
 
         return loss_fn
@@ -73,7 +71,7 @@ def float32(task: Task) -> list[Contender]:
 
 def with_jmp_kit(task: Task) -> list[Contender]:
     """Around the loss, around the whole step, without recomputation, and scaled."""
-    loss, state = task.loss(half=jnp.bfloat16), plain_state(task)
+    loss, state = task.loss(), plain_state(task)
     whole = jmp_kit.autocast(plain_step(loss, task.optimizer), "mixed_bfloat16")
     kept = jmp_kit.autocast(loss, "mixed_bfloat16", recompute=False)
     dynamic = jmp_kit.DynamicLossScale()
@@ -130,8 +128,7 @@ def plain_step(loss_fn: Loss, optimizer: optax.GradientTransformation) -> Step:
 
 def four_lines(name: str, task: Task, policy: str, loss_scale: jmp_kit.LossScale) -> Contender:
     """jmp_kit's four lines."""
-    half = jmp_kit.get_policy(policy).compute_dtype
-    loss_fn = jmp_kit.autocast(task.loss(half=half), policy)
+    loss_fn = jmp_kit.autocast(task.loss(), policy)
     optimizer = jmp_kit.mixed_precision(task.optimizer, loss_scale)
 
     def step(state: Any, *batch: Any) -> tuple[Any, jax.Array]:

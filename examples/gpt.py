@@ -100,9 +100,9 @@ SIZES = {
 class Block(nnx.Module):
     """Causal attention and a GELU network, each after a norm."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs, half: Any = None) -> None:
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         width = config.width
-        self.heads, self.half = config.heads, half
+        self.heads = config.heads
         self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
         self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
         self.out = nnx.Linear(width, width, rngs=rngs)
@@ -115,19 +115,19 @@ class Block(nnx.Module):
         """[batch, time, width] to the same."""
         *shape, width = x.shape
         qkv = self.qkv(self.attention_norm(x)).reshape(*shape, 3, self.heads, width // self.heads)
-        attended = attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], self.half)
+        attended = attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
         x = x + self.dropout(self.out(attended.reshape(x.shape)))
         return x + self.dropout(self.down(nnx.gelu(self.up(self.mlp_norm(x)))))
 
 
 class GPT(nnx.Module):
-    """A decoder of bytes; `half` is what a kernel of attention takes, None for plain JAX."""
+    """A decoder of bytes."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs, half: Any = None) -> None:
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         initialise = nnx.initializers.normal(0.02)
         self.embed = nnx.Embed(256, config.width, embedding_init=initialise, rngs=rngs)
         self.position = nnx.Param(initialise(rngs.params(), (config.time, config.width)))
-        self.blocks = nnx.List([Block(config, rngs, half) for _ in range(config.layers)])
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.LayerNorm(config.width, rngs=rngs)
         self.head = nnx.Linear(config.width, 256, use_bias=False, rngs=rngs)
 
@@ -139,21 +139,23 @@ class GPT(nnx.Module):
         return self.head(self.norm(x))
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, half: Any = None) -> jax.Array:
-    """Causal attention, each [batch, time, heads, width]; with a half dtype by cuDNN's kernel."""
-    if half is None:
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention, each [batch, time, heads, width]; on a GPU by cuDNN's kernel."""
+    on_gpu = jax.default_backend() == "gpu"
+    return fused(q, k, v) if on_gpu else jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+@jmp_kit.half_precision
+def fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention by cuDNN's kernel, which takes only half; a float32 run does without."""
+    if q.dtype == jnp.float32:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    # The kernel takes nothing wider, and what surrounds it is written in float32.
-    operands = (x.astype(half) for x in (q, k, v))
-    out = jax.nn.dot_product_attention(*operands, is_causal=True, implementation="cudnn")
-    return out.astype(q.dtype)
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
 def make_model(config: Config, policy: jmp_kit.Policy, seed: int) -> jmp_kit.nnx.PolicyModule:
     """A GPT with parameters, products and logits in the dtypes of a policy."""
-    has_kernel = jax.default_backend() == "gpu" and policy.compute_dtype.itemsize == 2
-    half = policy.compute_dtype if has_kernel else None
-    return jmp_kit.nnx.apply_policy(GPT(config, nnx.Rngs(seed), half), policy)
+    return jmp_kit.nnx.apply_policy(GPT(config, nnx.Rngs(seed)), policy)
 
 
 def make_optimizer(config: Config, policy: jmp_kit.Policy, model: nnx.Module) -> nnx.Optimizer[Any]:

@@ -21,6 +21,7 @@ from jmp_kit._grad import value_and_grad as value_and_grad
 from jmp_kit._grad import grad as grad
 from jmp_kit.casting import autocast as autocast
 from jmp_kit.casting import full_precision as full_precision
+from jmp_kit.casting import half_precision as half_precision
 from jmp_kit.programs import PRODUCTS as PRODUCTS
 from jmp_kit.optim import MixedPrecisionState as MixedPrecisionState
 from jmp_kit.optim import mixed_precision as mixed_precision

@@ -31,7 +31,7 @@ def test_the_public_names_are_those_of_the_contract():
         *("Policy", "get_policy", "cast_to_half", "cast_to_full"),
         *("LossScale", "NoOpLossScale", "StaticLossScale", "DynamicLossScale"),
         *("value_and_grad", "grad", "gather_params", "state_shardings"),
-        *("autocast", "full_precision", "PRODUCTS"),
+        *("autocast", "full_precision", "half_precision", "PRODUCTS"),
         *("mixed_precision", "MixedPrecisionState"),
         *("loss_scale_of", "master_params", "convert_precision", "metrics", "raise_if_diverged"),
     }

@@ -27,7 +27,7 @@ def convnext(
 ) -> Model:
     """The depth of ConvNeXt-T and the widths of ConvNeXt-B."""
     images, labels = floats(batch, pixels, pixels, 3), integers(batch)
-    return model(lambda dtype, half: ConvNeXt(dtype, stages, width), images, labels)
+    return model(lambda dtype: ConvNeXt(dtype, stages, width), images, labels)
 
 
 class ConvNeXt(nn.Module):

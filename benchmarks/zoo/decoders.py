@@ -20,20 +20,19 @@ def gpt(*, fused: bool, **sizes: Any) -> Model:
     size = dataclasses.replace(gpts.SIZES["gpt 124M"], **{"batch": 16} | sizes)
     tokens = integers(size.batch, size.time)
     attention = stand_in if fused else causal_attention
-    return Model(gpts.task(size, fused, attention), (tokens, tokens))
+    return Model(gpts.task(size, attention), (tokens, tokens))
 
 
 def llama(*, batch: int = 8, time: int = 2048, **sizes: Any) -> Model:
     """TinyLlama's widths, and six of its layers."""
     tokens = integers(batch, time)
-    return model(lambda dtype, half: Llama(dtype, half, **sizes), tokens, tokens)
+    return model(lambda dtype: Llama(dtype, **sizes), tokens, tokens)
 
 
 class Llama(nn.Module):
     """RMSNorm, rotary positions, grouped queries and SwiGLU or experts."""
 
     dtype: Any
-    half: Any  # what attention computes in
     layers: int = 6
     width: int = 2048
     heads: int = 32
@@ -56,7 +55,7 @@ class Llama(nn.Module):
             block = nn.scan(block, length=self.layers, **axes)
         for _ in range(1 if self.scanned else self.layers):
             sizes = self.heads, self.groups, self.hidden, self.experts
-            x, _ = block(self.dtype, self.half, *sizes)(x, None)
+            x, _ = block(self.dtype, *sizes)(x, None)
         x = nn.RMSNorm(dtype=self.dtype)(x)
         return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x)
 
@@ -65,7 +64,6 @@ class LlamaBlock(nn.Module):
     """Attention and a network, each after a norm; with what `nn.scan` asks for."""
 
     dtype: Any
-    half: Any
     heads: int
     groups: int
     hidden: int
@@ -80,7 +78,7 @@ class LlamaBlock(nn.Module):
         y = norm()(x)
         q = dense((self.heads, width // self.heads))(y)
         k, v = (dense((self.groups, width // self.heads))(y) for _ in range(2))
-        y = stand_in(rotated(q), rotated(k), v, self.half)
+        y = stand_in(rotated(q), rotated(k), v)
         x = x + dense(width, axis=(-2, -1))(y)
         y = norm()(x)
         if self.experts:

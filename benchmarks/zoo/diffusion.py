@@ -16,16 +16,14 @@ def dit(*, batch: int = 128, pixels: int = 32, channels: int = 4, **sizes: Any) 
     """DiT-B/2 on the latents of images of 256 pixels."""
     latents = floats(batch, pixels, pixels, channels)
     inputs = latents, floats(batch), integers(batch)
-    return model(
-        lambda dtype, half: DiT(dtype, **sizes), inputs, latents, error=optax.squared_error
-    )
+    return model(lambda dtype: DiT(dtype, **sizes), inputs, latents, error=optax.squared_error)
 
 
 def unet(*, batch: int = 64, pixels: int = 64, channels: int = 3, **sizes: Any) -> Model:
     """The shape of DDPM's, on images of 64 pixels."""
     images = floats(batch, pixels, pixels, channels)
     return model(
-        lambda dtype, half: UNet(dtype, **sizes),
+        lambda dtype: UNet(dtype, **sizes),
         (images, floats(batch)),
         images,
         error=optax.squared_error,

@@ -13,13 +13,13 @@ from benchmarks.zoo.sized import Model, integers, model
 def lstm(*, batch: int = 128, time: int = 256, **sizes: Any) -> Model:
     """A language model of two LSTMs."""
     tokens = integers(batch, time)
-    return model(lambda dtype, half: LSTM(dtype, **sizes), tokens, tokens)
+    return model(lambda dtype: LSTM(dtype, **sizes), tokens, tokens)
 
 
 def mamba(*, batch: int = 8, time: int = 1024, **sizes: Any) -> Model:
     """A language model whose state decays as its inputs say."""
     tokens = integers(batch, time)
-    return model(lambda dtype, half: Mamba(dtype, **sizes), tokens, tokens)
+    return model(lambda dtype: Mamba(dtype, **sizes), tokens, tokens)
 
 
 class LSTM(nn.Module):

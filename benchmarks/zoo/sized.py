@@ -32,7 +32,7 @@ class Sized:
         return self.make(**self.full | (self.toy if tiny else {}) | others)
 
 
-def model(module: Callable[[Any, Any], Any], inputs: Any, labels: Any, **others: Any) -> Model:
+def model(module: Callable[[Any], Any], inputs: Any, labels: Any, **others: Any) -> Model:
     """With AdamW and a cross entropy, if no others."""
     example = jax.tree.map(lambda x: jnp.zeros((1, *x.shape[1:]), x.dtype), inputs)
     task = Task(module, example, **{"optimizer": optax.adamw(3e-4)} | others)

@@ -13,7 +13,7 @@ from benchmarks.zoo.sized import Model, integers, model
 def t5(*, batch: int = 32, time: int = 512, **sizes: Any) -> Model:
     """T5's base widths, six layers each."""
     tokens = integers(batch, time)
-    return model(lambda dtype, half: T5(dtype, **sizes), (tokens, tokens), tokens)
+    return model(lambda dtype: T5(dtype, **sizes), (tokens, tokens), tokens)
 
 
 class T5(nn.Module):

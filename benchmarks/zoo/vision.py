@@ -13,13 +13,13 @@ from benchmarks.zoo.sized import Model, floats, integers, model
 def vit(*, batch: int = 128, pixels: int = 224, **sizes: Any) -> Model:
     """ViT-B/16."""
     images, labels = floats(batch, pixels, pixels, 3), integers(batch)
-    return model(lambda dtype, half: ViT(dtype, **sizes), images, labels)
+    return model(lambda dtype: ViT(dtype, **sizes), images, labels)
 
 
 def mixer(*, batch: int = 256, pixels: int = 224, **sizes: Any) -> Model:
     """Mixer-S/16."""
     images, labels = floats(batch, pixels, pixels, 3), integers(batch)
-    return model(lambda dtype, half: Mixer(dtype, **sizes), images, labels)
+    return model(lambda dtype: Mixer(dtype, **sizes), images, labels)
 
 
 class MLP(nn.Module):

@@ -23,14 +23,14 @@ is kept and what computed again, for which `_inline`, `_scans`, `_turned`, `_und
 kernels of; `_loops` decides of carries, and `_biases` of gradients by biases where JAX makes the
 backward pass. `_calls` and `_custom_derivatives` rebuild calls, loops, branches and rules around
 what is inside them; rules that can be called only while JAX differentiates are
-`_differentiated`'s. `_models` keeps what a function changes in nnx models, `_full_precision` marks
-what is to be left alone, and `_misused` and `_warned` tell what cannot, or may not, be meant.
+`_differentiated`'s. `_models` keeps what a function changes in nnx models, `_regions` is for what
+is to be left alone or called in half, and `_misused` and `_warned` tell what cannot, or may not, be
+meant.
 """
 
 from jmp_kit.casting._autocast import autocast as autocast
 from jmp_kit.casting._autocast import autocast_method as autocast_method
 from jmp_kit.casting._autocast import plans_of as plans_of
-from jmp_kit.casting._full_precision import full_precision as full_precision
 from jmp_kit.casting._models import arrays_of as arrays_of
 from jmp_kit.casting._models import changed as changed
 from jmp_kit.casting._models import set_arrays as set_arrays
@@ -39,3 +39,5 @@ from jmp_kit.casting._plan import Call as Call
 from jmp_kit.casting._plan import Part as Part
 from jmp_kit.casting._plan import Plan as Plan
 from jmp_kit.casting._plan import Stored as Stored
+from jmp_kit.casting._regions import full_precision as full_precision
+from jmp_kit.casting._regions import half_precision as half_precision

@@ -14,10 +14,10 @@ from jmp_kit._policy import Policy
 from jmp_kit._tree import is_array
 from jmp_kit.casting._differentiated import differentiated_first, has_bound_rules
 from jmp_kit.casting._evaluate import evaluated
-from jmp_kit.casting._full_precision import full_precision
 from jmp_kit.casting._models import holds_models, on_models
 from jmp_kit.casting._plan import Known, Plan
 from jmp_kit.casting._planner import Planner
+from jmp_kit.casting._regions import computing_in, full_precision
 from jmp_kit.casting._state import STATE, States
 from jmp_kit.casting._warned import warn_of, warn_of_unscaled
 from jmp_kit.programs._arguments import flattened, paths_of_arrays
@@ -124,7 +124,8 @@ class Casting(NamedTuple):
     def _program(
         self, function: Callable[..., list[Any]], arrays: Any, paths: list[str]
     ) -> tuple[Jaxpr, list[Any]]:
-        jaxpr, consts = opened(jax.make_jaxpr(function)(*arrays))
+        with computing_in(self.policy.compute_dtype):
+            jaxpr, consts = opened(jax.make_jaxpr(function)(*arrays))
         _require_primitives(self.flow.products, jaxpr)
         if self.dtypes and not self.is_gradient:
             unmarked = self.halves[0]

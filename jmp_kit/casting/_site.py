@@ -7,6 +7,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jmp_kit.casting._plan import Call, Known, Plan
+from jmp_kit.casting._regions import computing_in
 from jmp_kit.casting._state import Origins
 from jmp_kit.programs._jaxpr import cast, opened, settled
 
@@ -49,7 +50,8 @@ class Site(NamedTuple):
         Args:
           whole: of its first results, whether they are not to be rounded.
         """
-        jaxpr, consts = opened(jax.make_jaxpr(fun)(*settled(args, dtypes)))
+        with computing_in(self.call.half):
+            jaxpr, consts = opened(jax.make_jaxpr(fun)(*settled(args, dtypes)))
         n_out = len(jaxpr.outvars)
         rest = [False] * (n_out - len(whole))
         plan = self.call.plan_of(jaxpr, Known(depends, origins, [True] * n_out, [*whole, *rest]))

@@ -25,6 +25,7 @@ class Product:
     flops: int  # two for each multiplication, every time
     backward: bool
     times: int = 1  # how often the loops around it run it; a while loop counts as one
+    is_kernel: bool = False  # of a library or your own, whose FLOPs are not known unless traced
 
     @property
     def is_half(self) -> bool:
@@ -146,7 +147,7 @@ class Audit:
 def _products_table(products: Iterable[Product]) -> str:
     def dtypes(p: Product) -> str:
         operands = p.lhs_dtype if p.lhs_dtype == p.rhs_dtype else f"{p.lhs_dtype}×{p.rhs_dtype}"
-        return f"{operands}→{p.out_dtype}"
+        return f"{'kernel, ' * p.is_kernel}{operands}→{p.out_dtype}"
 
     return _table("FLOP", ((p.flops, dtypes(p), p) for p in products))
 

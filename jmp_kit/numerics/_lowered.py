@@ -37,13 +37,25 @@ def audit_text(text: str, level: str, backend: str, paths: Mapping[str, str]) ->
         path = path_of(run.stack) or paths.get(source, "")
         if _is_product(run.instruction):
             kind, flops = _kind(run.instruction), _flops(run)
-            if flops is None:
+            is_kernel = flops is None
+            if is_kernel and not _takes_halves(run):
                 opaque.append(f"{kind} {source} {path}".rstrip())
                 continue
-            (lhs, rhs), out = run.operands[:2], run.instruction.results[0]
-            dtypes = lhs.dtype, rhs.dtype, out.dtype
-            flops *= run.times
-            product = Product(source, path, kind, out.shape, *dtypes, flops, backward, run.times)
+            lhs, *others = run.operands
+            rhs, out, times = (others or [lhs])[0], run.instruction.results[0], run.times
+            product = Product(
+                source,
+                path,
+                kind,
+                shape=out.shape,
+                lhs_dtype=lhs.dtype,
+                rhs_dtype=rhs.dtype,
+                out_dtype=out.dtype,
+                flops=times * (flops or 0),
+                backward=backward,
+                times=times,
+                is_kernel=is_kernel,
+            )
             products.append(product)
         for start, end in _converted(run, program) if level == "compiled" else ():
             moved, ends = run.times * (start.nbytes + end.nbytes), (start.dtype, end.dtype)
@@ -76,6 +88,11 @@ def _is_product(instruction: Instruction) -> bool:
     if instruction.opcode == "custom-call":
         return bool(_LIBRARY.search(_kind(instruction)))
     return instruction.opcode in _PRODUCTS
+
+
+def _takes_halves(run: Run) -> bool:
+    floats = {array.dtype for array in run.operands if "float" in array.dtype}
+    return bool(floats) and "float32" not in floats and "float64" not in floats
 
 
 def _kind(instruction: Instruction) -> str:

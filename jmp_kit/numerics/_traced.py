@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jmp_kit.numerics._audited import Audit, Product
 from jmp_kit.numerics._sources import source_of
@@ -14,6 +15,7 @@ from jmp_kit.programs import (
     Flow,
     every_equation,
     is_backward,
+    is_kernel,
     names_in,
     products_in,
     pruned,
@@ -37,13 +39,13 @@ def audit_traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Audit:
     for eqn, calls, paths, times in products_in(pruned(jaxpr), arguments, flow):
         stack, source, kind = stack_of(eqn, calls), str(source_of(eqn, calls)), eqn.primitive.name
         path, backward = _path(stack, paths), is_backward(stack)
+        if is_kernel(eqn):
+            products.append(_kernel(eqn, source, path, backward, times))
+            continue
         if kind not in PRODUCTS:
             opaque.append(f"{kind} {source} {path}".rstrip())
-            rounds = math.prod(getattr(eqn.params.get("grid_mapping"), "grid", ()))
-            times *= rounds if isinstance(rounds, int) else 1
-            within = (e for jaxpr in subjaxprs(eqn) for e, _ in every_equation(jaxpr))
-            held = [e for e in within if e.primitive.name in PRODUCTS]
-            products += [_product(e, source, path, backward, times) for e in held]
+            held = _products_within(eqn, times)
+            products += [_product(e, source, path, backward, n) for e, n in held]
             continue
         # A weight's gradient takes no weight: it is called as the forward product of its line.
         if backward and not names_in(stack) and len(forward[source]) == 1:
@@ -57,6 +59,22 @@ def _product(eqn: Any, source: str, path: str, backward: bool, times: int) -> Pr
     lhs, rhs = (str(atom.aval.dtype) for atom in eqn.invars[:2])
     shape, dtype = tuple(out.shape), str(out.dtype)
     return Product(source, path, kind, shape, lhs, rhs, dtype, flops, backward, times)
+
+
+def _products_within(eqn: Any, times: int) -> list[tuple[Any, int]]:
+    """Those of what runs as traced, each as often as the kernel's grid tells."""
+    rounds = math.prod(getattr(eqn.params.get("grid_mapping"), "grid", ()))
+    times *= rounds if isinstance(rounds, int) else 1
+    within = (e for jaxpr in subjaxprs(eqn) for e, _ in every_equation(jaxpr))
+    return [(e, times) for e in within if e.primitive.name in PRODUCTS]
+
+
+def _kernel(eqn: Any, source: str, path: str, backward: bool, times: int) -> Product:
+    floats = [a.aval for a in eqn.invars if jnp.issubdtype(a.aval.dtype, jnp.floating)]
+    lhs, rhs, out = (str(x.dtype) for x in (floats[0], floats[-1], eqn.outvars[0].aval))
+    flops = sum(n * _flops(e) for e, n in _products_within(eqn, times))
+    kind, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape)
+    return Product(source, path, kind, shape, lhs, rhs, out, flops, backward, times, is_kernel=True)
 
 
 def _path(stack: str, paths: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from jmp_kit.programs._flow import PRODUCTS as PRODUCTS
 from jmp_kit.programs._flow import Body as Body
 from jmp_kit.programs._flow import Flow as Flow
 from jmp_kit.programs._flow import bodies_of as bodies_of
+from jmp_kit.programs._flow import is_kernel as is_kernel
 from jmp_kit.programs._jaxpr import cut_out as cut_out
 from jmp_kit.programs._jaxpr import every_equation as every_equation
 from jmp_kit.programs._jaxpr import is_float32 as is_float32

@@ -68,12 +68,12 @@ class Flow:
     """The analysis, for one set of products."""
 
     products: frozenset[str]
-    every: bool = False  # those too that half cannot serve, or that are to run as written
+    every: bool = False  # those too that half cannot serve, that are to run as written, or kernels
 
     def is_product(self, eqn: JaxprEqn) -> bool:
         """Whether the equation is a product that half can serve: of floats of at most 32 bits."""
         if eqn.primitive.name not in self.products or self.every:
-            return eqn.primitive.name in self.products
+            return eqn.primitive.name in self.products or (self.every and is_kernel(eqn))
         return not is_in_full_precision(eqn) and all(
             jnp.issubdtype(var.aval.dtype, jnp.floating) and var.aval.dtype.itemsize <= 4
             for var in eqn.outvars
@@ -81,7 +81,8 @@ class Flow:
 
     def holds_product(self, eqn: JaxprEqn) -> bool:
         """Whether there is a product in a jaxpr inside the equation, however deep."""
-        return (self.every or not is_in_full_precision(eqn)) and any(
+        is_left_alone = is_in_full_precision(eqn) or is_kernel(eqn)
+        return (self.every or not is_left_alone) and any(
             self.is_product(inner) or self.holds_product(inner)
             for jaxpr in subjaxprs(eqn)
             for inner in jaxpr.eqns
@@ -196,8 +197,16 @@ class Flow:
         return operands
 
 
+def is_kernel(eqn: JaxprEqn) -> bool:
+    """Whether it is a kernel of half operands, which runs as it is."""
+    return eqn.primitive.name.startswith(KERNELS) and _takes_halves(eqn)
+
+
 def _is_half_kernel(eqn: JaxprEqn) -> bool:
+    return _takes_halves(eqn) and any(name.startswith(KERNELS) for name in names_within(eqn))
+
+
+def _takes_halves(eqn: JaxprEqn) -> bool:
     dtypes = [a.aval.dtype for a in eqn.invars if hasattr(a.aval, "dtype")]
     floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
-    is_half = bool(floats) and all(d.itemsize <= 2 for d in floats)
-    return is_half and any(name.startswith(KERNELS) for name in names_within(eqn))
+    return bool(floats) and all(d.itemsize <= 2 for d in floats)

@@ -237,12 +237,17 @@ def test_kernels_of_libraries():
         ("convBackwardFilter", conv),
         ("convBackwardInput", conv),
         ("matmul", 2 * 16 * 256 * 256),
+        ("fmhaSoftmax", 0),
         ("matmul", 2 * 16 * 256 * 256),
     ]
     last = found.products[-1]
     assert (last.lhs_dtype, last.backward, last.path) == ("bfloat16", True, "Body/layer")
-    assert found.opaque == ("__cudnn$fmhaSoftmax  Net/attention",)
-    assert "not looked into: __cudnn$fmhaSoftmax" in str(found)
+    [kernel] = (p for p in found.products if p.is_kernel)
+    assert (kernel.path, kernel.is_half, found.opaque) == ("Net/attention", True, ())
+    assert "kernel, bfloat16→bfloat16" in str(found)
+    wide = audit_text(LIBRARIES.replace("bf16", "f32"), "compiled", "gpu", {})
+    assert wide.opaque == ("__cudnn$fmhaSoftmax  Net/attention",)
+    assert "not looked into: __cudnn$fmhaSoftmax" in str(wide)
     assert [(c.from_dtype, c.nbytes) for c in found.converts] == 2 * [("bfloat16", 16 * 256 * 6)]
 
 
