@@ -63,7 +63,7 @@ def make_train_step(
     """The train step of any policy. This is all there is to mixed precision."""
 
     @jmp_kit.autocast(policy.with_output_dtype(jnp.float32))  # a loss is never half
-    def loss_fn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    def loss_fn(params: Any, images: Any, labels: Any) -> jax.Array:
         logits = predict(params, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -78,7 +78,7 @@ def make_train_step(
 
 
 def make_optimizer(
-    policy: jmp_kit.Policy, steps: int, master: str = "float32"
+    policy: jmp_kit.Policy, steps: int, master: Any = "float32"
 ) -> optax.GradientTransformation:
     """AdamW with masters and atomic steps, and a loss scale where float16 needs one."""
     schedule = optax.cosine_decay_schedule(2e-3, steps)
@@ -194,7 +194,7 @@ def train(
         losses=state["losses"].tolist(),
         loss_scales=state["loss_scales"].tolist(),
         skipped=np.flatnonzero(state["skipped"]).tolist(),
-        final_loss_scale=float(jmp_kit.metrics(state["opt_state"])["loss_scale"]),
+        final_loss_scale=jmp_kit.metrics(state["opt_state"])["loss_scale"],
         accuracy=float(np.mean(np.argmax(logits, axis=-1) == test_labels)),
         step_seconds=statistics.median(seconds) if seconds else math.nan,
         temporary_bytes=memory.temp_size_in_bytes if memory else None,
@@ -360,7 +360,7 @@ def policy_name(name: str) -> str:
     return name
 
 
-def _master(name: str) -> str:
+def _master(name: Any) -> str:
     try:
         jmp_kit.mixed_precision(optax.identity(), master=name)
     except ValueError as error:

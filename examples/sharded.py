@@ -195,8 +195,8 @@ def train(
         devices=jax.device_count(),
         processes=jax.process_count(),
         losses=losses,
-        loss_scale=float(metrics["loss_scale"]),
-        skipped=int(metrics["skipped"]),
+        loss_scale=metrics["loss_scale"],
+        skipped=metrics["skipped"],
         step_ms=1e3 * statistics.median(seconds) if seconds else float("nan"),
         device_mib=bytes_on_a_device((params, opt_state)) / 2**20,
     )

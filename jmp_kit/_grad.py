@@ -3,13 +3,17 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
 from jmp_kit._loss_scale import SCALED, LossScale, NoOpLossScale, refuse_class
 from jmp_kit._tree import at_least_float32, is_array
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Aux = TypeVar("Aux")
 
 _TOO_NARROW = {
     jnp.dtype(jnp.float16): "which ends at 65504: multiplied by the loss scale it would overflow, "
@@ -19,13 +23,13 @@ _TOO_NARROW = {
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     allow_int: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, tuple[R, Any]]:
     """`jax.value_and_grad` with the backward pass scaled, so that float16 gradients survive it.
 
         value = fun(x)        grads = grad(x -> loss_scale * fun(x)) / loss_scale
@@ -97,8 +101,8 @@ def value_and_grad(
 
 
 def value_and_grad_by(
-    grad_of: Callable[..., Any], fun: Callable[..., Any], loss_scale: LossScale, has_aux: bool
-) -> Callable[..., Any]:
+    grad_of: Callable[..., Any], fun: Callable[P, R], loss_scale: LossScale, has_aux: bool
+) -> Callable[P, tuple[R, Any]]:
     """`value_and_grad` by another derivative: `grad_of(f)` gives the gradient and `f`'s second."""
     _check(fun, loss_scale)
 
@@ -116,7 +120,7 @@ def value_and_grad_by(
     planned = getattr(fun, "differentiated", None)
 
     @functools.wraps(fun)
-    def value_and_unscaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def value_and_unscaled_grad(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Any]:
         if planned:
             grads, value = planned(derive, args, kwargs)
         else:
@@ -124,6 +128,28 @@ def value_and_grad_by(
         return value, loss_scale.unscale(jax.tree.map(at_least_float32, grads))
 
     return value_and_unscaled_grad
+
+
+@overload
+def grad(
+    fun: Callable[P, tuple[Any, Aux]],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    allow_int: bool = False,
+) -> Callable[P, tuple[Any, Aux]]: ...
+
+
+@overload
+def grad(
+    fun: Callable[P, Any],
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    allow_int: bool = False,
+) -> Callable[P, Any]: ...
 
 
 def grad(

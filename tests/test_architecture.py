@@ -85,6 +85,25 @@ def test_importing_loads_no_framework():
     assert not modules & {"flax", "orbax", "matplotlib", "haiku", "equinox", "torch", "jmp"}
 
 
+def test_flax_is_loaded_on_first_use():
+    code = (
+        "import sys, jmp_kit\n"
+        "print('flax' in sys.modules, set(dir(jmp_kit)) == set(jmp_kit.__all__))\n"
+        "print(jmp_kit.linen.apply_policy, jmp_kit.nnx.apply_policy, jmp_kit.checkpoint.restore)\n"
+        "from jmp_kit import *\n"
+        "print(linen is jmp_kit.linen, 'flax' in sys.modules)\n"
+    )
+    run = [sys.executable, "-c", code]
+    told = subprocess.run(run, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert (told[0], told[-1]) == ("False True", "True True")
+
+
+def test_help_lists_what_there_is():
+    assert all(f"`{name}`" in jmp_kit.__doc__ for name in jmp_kit.__all__ if name[0] != "_")
+    with pytest.raises(AttributeError, match="module 'jmp_kit' has no attribute 'autocasts'"):
+        _ = jmp_kit.autocasts
+
+
 def test_importing_starts_no_backend():
     # Or `jax.distributed.initialize()` could not be called after it.
     code = (

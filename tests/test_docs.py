@@ -16,15 +16,17 @@ ROOT = pathlib.Path(jmp_kit.__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 CONSTANTS = {"LossScale", "PRODUCTS"}
+MODULES = {"checkpoint", "linen", "nnx", "numerics", "rounding"}
 
 PUBLIC = [
     name
-    for name, value in vars(jmp_kit).items()
-    if not name.startswith("_") and not inspect.ismodule(value) and name not in CONSTANTS
+    for name in jmp_kit.__all__
+    if name[0] != "_" and name not in MODULES and name not in CONSTANTS
 ]
 
 
 def test_the_public_names_are_those_of_the_contract():
+    assert set(jmp_kit.__all__) > MODULES
     assert set(PUBLIC) | CONSTANTS == {
         *("half_dtype", "all_finite", "select_tree"),
         *("split_float32", "join_float32", "stochastic_round"),

@@ -189,7 +189,7 @@ def test_training_with_an_nnx_optimizer_and_a_skipped_step(dtype):
     before = trained()
     train_step(model, optimizer, WORDS.at[0, 0, 0].set(jnp.inf))
     assert trained() == before
-    numbers = {k: v.item() for k, v in jmp_kit.metrics(optimizer.opt_state).items()}
+    numbers = jmp_kit.metrics(optimizer.opt_state)
     assert (numbers["skipped"], numbers["loss_scale"]) == (1, 2.0**9)
     losses += [float(train_step(model, optimizer, WORDS)) for _ in range(20)]
     assert losses[-1] < losses[0]
@@ -443,7 +443,7 @@ def test_a_run_saved_by_its_nnx_state_goes_on_at_another_precision(tmp_path):
     others = nnx.Not(nnx.Param)
     assert bits(nnx.state(half, others)) == bits(nnx.state(model, others))
     metrics = jmp_kit.metrics(half_optimizer.opt_state)
-    assert {type(m) for m in metrics.values()} == {type(jnp.ones(()))}
+    assert {type(m) for m in metrics.values()} == {float, bool, int}
     assert float(train_step(half, half_optimizer)) == pytest.approx(
         float(train_step(model, optimizer)), rel=0.02
     )

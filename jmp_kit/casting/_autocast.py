@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -16,6 +16,38 @@ from jmp_kit.casting._plan import Plan
 from jmp_kit.programs._arguments import eval_shape
 from jmp_kit.programs._flow import PRODUCTS, Flow
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Wrap(Protocol):
+    """A decorator: what it gives is called as what it takes."""
+
+    def __call__(self, fun: Callable[P, R], /) -> Callable[P, R]:
+        """The function, wrapped."""
+
+
+@overload
+def autocast(
+    fun: Callable[P, R],
+    policy: Policy | str | DTypeLike,
+    *,
+    rules: Mapping[str, Policy | str | DTypeLike] | None = None,
+    products: Iterable[str] = PRODUCTS,
+    recompute: bool | float | Literal["most"] = True,
+) -> Callable[P, R]: ...
+
+
+@overload
+def autocast(
+    fun: Policy | str | DTypeLike,
+    policy: None = None,
+    *,
+    rules: Mapping[str, Policy | str | DTypeLike] | None = None,
+    products: Iterable[str] = PRODUCTS,
+    recompute: bool | float | Literal["most"] = True,
+) -> Wrap: ...
+
 
 def autocast(
     fun: Any,
@@ -24,7 +56,7 @@ def autocast(
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
     products: Iterable[str] = PRODUCTS,
     recompute: bool | float | Literal["most"] = True,
-) -> Callable[..., Any]:
+) -> Any:
     """The same function with its products in half and everything between them in float32.
 
         product:  half(x) · half(y), in half, forward and backward

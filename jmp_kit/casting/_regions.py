@@ -140,6 +140,6 @@ def _cast(tree: Any, this: np.dtype, to: np.dtype) -> Any:
 def _check(fun: Any, name: str) -> None:
     if not callable(fun):
         raise TypeError(
-            f"{name} takes a function, but got a {type(fun).__name__}. Write {name}(fun)(x) for {name}(fun(x)), "
-            f"or @jmp_kit.{name} above the function."
+            f"{name} takes a function, but got a {type(fun).__name__}. Write {name}(fun)(x) for "
+            f"{name}(fun(x)), or @jmp_kit.{name} above the function."
         )

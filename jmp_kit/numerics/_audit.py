@@ -1,7 +1,7 @@
 """Which products of a program really run in half."""
 
 import collections
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -10,10 +10,11 @@ from jmp_kit.numerics._lowered import audit_lowered
 from jmp_kit.numerics._traced import audit_traced
 from jmp_kit.programs import on_arrays
 
-LEVELS = ("traced", "lowered", "compiled")
+Level = Literal["traced", "lowered", "compiled"]
+LEVELS = get_args(Level)
 
 
-def audit(fun: Any, *args: Any, level: str = "traced", **kwargs: Any) -> Audit:
+def audit(fun: Any, *args: Any, level: Level = "traced", **kwargs: Any) -> Audit:
     """Every matrix product and convolution of a function, with its dtypes.
 
     Nothing is computed. Where `fun` is a gradient or a train step, the products of the backward

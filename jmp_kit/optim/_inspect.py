@@ -36,15 +36,18 @@ def loss_scale_of(opt_state: Any) -> LossScale:
     return _find(opt_state).loss_scale
 
 
-def metrics(opt_state: Any) -> dict[str, jax.Array]:
-    """Scalars for the log: how the loss scale does and how many steps were skipped.
+def metrics(opt_state: Any) -> dict[str, Any]:
+    """Numbers for the log: how the loss scale does and how many steps were skipped.
+
+    Python's own, which print and go into JSON as they are; so it waits for the device, as `float`
+    does. Under jit, and of states stacked by `vmap` or `pmap`, arrays.
 
     Args:
       opt_state: as for `loss_scale_of`.
 
     Returns:
-      "loss_scale" (float32[]), "finite" (bool[], did the last step apply), "skipped" (int32[], in
-      all) and "consecutive_skipped" (int32[], in a row). It may be called under jit.
+      "loss_scale" (float32), "finite" (bool, did the last step apply), "skipped" (int32, in all)
+      and "consecutive_skipped" (int32, in a row).
 
     Raises:
       ValueError: as `loss_scale_of`.
@@ -53,16 +56,18 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       >>> import jax.numpy as jnp, jmp_kit, optax
       >>> optimizer = jmp_kit.mixed_precision(optax.sgd(0.1), jmp_kit.DynamicLossScale(1024.0))
       >>> opt_state = optimizer.init({"w": jnp.ones(2)})
-      >>> {name: x.item() for name, x in jmp_kit.metrics(opt_state).items()}
+      >>> jmp_kit.metrics(opt_state)
       {'loss_scale': 1024.0, 'finite': True, 'skipped': 0, 'consecutive_skipped': 0}
     """
     state = _find(opt_state)
-    return {
+    found = {
         "loss_scale": jnp.asarray(state.loss_scale.loss_scale, jnp.float32),
         "finite": jnp.asarray(state.finite),
         "skipped": jnp.asarray(state.skipped),
         "consecutive_skipped": jnp.asarray(state.consecutive_skipped),
     }
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in found.values())
+    return found if is_traced else {k: x.tolist() if x.ndim == 0 else x for k, x in found.items()}
 
 
 def raise_if_diverged(opt_state: Any, max_consecutive_skips: int = 50) -> None:

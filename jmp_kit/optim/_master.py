@@ -5,7 +5,7 @@ restored at another precision) without knowing which way made it.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,9 @@ def keep_like(kept: Any) -> Keep:
     )
 
 
-MASTERS: dict[str, Keep] = {
+Master = Literal["float32", "remainder", "kahan", "stochastic", "none"]
+
+MASTERS: dict[Master, Keep] = {
     "float32": _float32,
     "remainder": _remainder,
     "kahan": _kahan,

@@ -19,7 +19,7 @@ from jmp_kit.optim._checks import (
     refuse_accumulation_around,
     refuse_another_within,
 )
-from jmp_kit.optim._master import MASTERS, Keep, full_value, is_narrow, widened
+from jmp_kit.optim._master import MASTERS, Keep, Master, full_value, is_narrow, widened
 from jmp_kit.optim._moments import (
     cast_moments,
     keys_like,
@@ -65,7 +65,7 @@ def mixed_precision(
     inner: optax.GradientTransformation,
     loss_scale: LossScale = NoOpLossScale(),  # noqa: B008  frozen, and without leaves
     *,
-    master: str = "float32",
+    master: Master = "float32",
     seed: int = 0,
     moment_dtype: DTypeLike | None = None,
     axis_name: str | tuple[str, ...] | None = None,

@@ -1,5 +1,7 @@
 """Finding the loss scale, the metrics and the alarm."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -53,15 +55,21 @@ def test_found_however_deep(wrap):
 
 @pytest.mark.parametrize("loss_scale", [NoOpLossScale(), StaticLossScale(8.0)])
 def test_metrics_have_one_form_for_every_loss_scale(loss_scale):
-    found = metrics(after_overflows(loss_scale, 0))
-    assert found["loss_scale"].dtype == jnp.float32
-    assert float(found["loss_scale"]) == loss_scale.loss_scale
-    assert {name: x.dtype.name for name, x in found.items()} == {
-        "loss_scale": "float32",
-        "finite": "bool",
-        "skipped": "int32",
-        "consecutive_skipped": "int32",
-    }
+    state = after_overflows(loss_scale, 0)
+    found = metrics(state)
+    assert found["loss_scale"] == loss_scale.loss_scale
+    expected = {"loss_scale": float, "finite": bool, "skipped": int, "consecutive_skipped": int}
+    assert {name: type(x) for name, x in found.items()} == expected
+    assert json.loads(json.dumps(found)) == found
+    traced = jax.jit(metrics)(state)
+    dtypes = [traced[name].dtype.name for name in found]
+    assert dtypes == ["float32", "bool", "int32", "int32"]
+
+
+def test_metrics_of_several_states_at_once_are_arrays():
+    state = after_overflows(DynamicLossScale(), 2)
+    found = metrics(jax.tree.map(lambda x: jnp.stack([x, x]), state))
+    assert found["skipped"].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("read", [loss_scale_of, metrics, raise_if_diverged])
