@@ -153,7 +153,7 @@ def fused(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
-def make_model(config: Config, policy: jmp_kit.Policy, seed: int) -> jmp_kit.nnx.PolicyModule:
+def make_model(config: Config, policy: jmp_kit.Policy, seed: int) -> GPT:
     """A GPT with parameters, products and logits in the dtypes of a policy."""
     return jmp_kit.nnx.apply_policy(GPT(config, nnx.Rngs(seed)), policy)
 

@@ -178,8 +178,13 @@ def grad(
       6.0
     """
     with_value = value_and_grad(fun, loss_scale, argnums, has_aux, allow_int=allow_int)
+    return without_value(with_value, has_aux)
 
-    @functools.wraps(fun)
+
+def without_value(with_value: Callable[..., tuple[Any, Any]], has_aux: bool) -> Callable[..., Any]:
+    """Of a function that gives `(value, grads)`, one that gives `grads`, or `(grads, aux)`."""
+
+    @functools.wraps(with_value)
     def unscaled_grad(*args: Any, **kwargs: Any) -> Any:
         value, grads = with_value(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads

@@ -32,7 +32,7 @@ def cast_floating(tree: T, dtype: np.dtype) -> T:
     return jax.tree.map(cast, tree)
 
 
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: Any, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
     """Whether no element of any leaf is infinite or NaN.
 
         all_finite(tree) = all(isfinite(x) for leaf in tree for x in leaf)
@@ -40,6 +40,8 @@ def all_finite(tree: Any) -> jax.Array:
     Args:
       tree: a pytree. Leaves without infinities (integers, bools, keys, `None`, non-arrays) count
         as finite, and so does an empty tree.
+      axis_name: under `shard_map` and `pmap`, the axes along which devices hold different trees:
+        all of them get the same answer.
 
     Returns:
       bool[], computed on the device; it can be used under jit.
@@ -60,7 +62,8 @@ def all_finite(tree: Any) -> jax.Array:
     several = alike.values()
     checks = (same[i : i + _AT_ONCE] for same in several for i in range(0, len(same), _AT_ONCE))
     finite = (functools.reduce(jnp.logical_and, check).all() for check in checks)
-    return functools.reduce(jnp.logical_and, finite, jnp.asarray(True))
+    found = functools.reduce(jnp.logical_and, finite, jnp.asarray(True))
+    return found if axis_name is None else lax.pmin(found.astype(jnp.int32), axis_name) == 1
 
 
 def at_least_float32(x: Any) -> Any:

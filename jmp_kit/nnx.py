@@ -12,10 +12,13 @@ def train_step(model, optimizer, x, y):
     return loss
 """
 
-import dataclasses
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import inspect
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,155 +26,150 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_kit import optim
-from jmp_kit._grad import value_and_grad_by
+from jmp_kit._grad import value_and_grad_by, without_value
 from jmp_kit._loss_scale import LossScale
 from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import all_finite, select_tree
-from jmp_kit.casting import arrays_of, autocast_method, changed, set_arrays
-from jmp_kit.casting import autocast as autocast_arrays
+from jmp_kit.casting import autocast, autocast_method
 from jmp_kit.programs import Paths, product_paths
 
+__all__ = ["apply_policy", "autocast", "grad", "master_params", "paths", "value_and_grad"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Model = TypeVar("Model", bound=nnx.Module)
 Rules = Mapping[str, Policy | str | DTypeLike]
 
 
-def autocast(
-    fun: Any, policy: Policy | str | DTypeLike | None = None, *, rules: Rules | None = None
-) -> Callable[..., Any]:
-    """`jmp_kit.autocast`, of a function of nnx models: what it changes in them is kept.
-
-    Variables are read in float32, whatever dtype they are stored in, so that everything between
-    products is float32; those that the function sets (statistics, random counts) get their new
-    values in the dtypes they had.
-
-    Args:
-      fun, policy, rules: as for `jmp_kit.autocast`; also a decorator, `@autocast("half")`.
-
-    Returns:
-      A function of the same arguments, models and arrays, that returns arrays.
-
-    Raises:
-      as `jmp_kit.autocast`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from flax import nnx
-      >>> import jmp_kit.nnx
-      >>> model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-      >>> @jmp_kit.nnx.autocast("mixed_bfloat16")
-      ... def loss_fn(model, x):
-      ...     return (model(x) ** 2).mean()
-      >>> loss_fn(model, jnp.ones((2, 3))).dtype
-      dtype('float32')
-    """
-    return autocast_arrays(fun, policy, rules=rules)
-
-
-class PolicyModule(nnx.Module):
-    """An nnx model under a policy, as `apply_policy` makes it.
-
-    Called as the model is. Other methods of the model can be called on it too and are under the
-    policy as well; its other attributes are the model's. An nnx module itself, it can be split,
-    trained by an `nnx.Optimizer` and saved.
-
-    Example:
-      >>> from flax import nnx
-      >>> import jmp_kit.nnx
-      >>> model = jmp_kit.nnx.apply_policy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "mixed_bfloat16")
-      >>> model.kernel.shape, model.eval() is None
-      ((3, 4), True)
-    """
-
-    def __init__(self, model: nnx.Module, policy: Policy, rules: Rules) -> None:
-        self.model = model
-        self._settings = _Settings(policy, tuple(rules.items()))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = name in ("model", "_settings") or name.startswith("_pytree__")
-        super().__setattr__(name, value) if own else setattr(self.model, name, value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives, computed under autocast, in `output_dtype`."""
-        return self._under_policy("__call__")(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "model" not in vars(self):
-            raise AttributeError(name)
-        value = getattr(self.model, name)
-        # A jitted method is a method no more, but can be called, and its class has it.
-        is_method = callable(value) and hasattr(type(self.model), name)
-        return self._under_policy(name) if is_method else value
-
-    def _under_policy(self, method: str) -> Callable[..., Any]:
-        settings = self._settings
-
-        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(model, method)(*args, **kwargs)
-
-        internal = settings.policy.with_output_dtype(jnp.float32)
-        cast = autocast_method(call, internal, dict(settings.rules))
-        return lambda *args, **kwargs: settings.policy.cast_to_output(
-            cast(self.model, *args, **kwargs)
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    """Kept apart from the model's state, for it has none of its own."""
-
-    policy: Policy
-    rules: tuple[tuple[str, Any], ...]
-
-
 def apply_policy(
-    model: nnx.Module, policy: Policy | str | DTypeLike, rules: Rules | None = None
-) -> PolicyModule:
-    """An nnx model whose parameters, compute and outputs have the dtypes of a policy.
+    model: Model, policy: Policy | str | DTypeLike, rules: Rules | None = None
+) -> Model:
+    """The same nnx model, its parameters, compute and outputs in the dtypes of a policy.
 
-        model's nnx.Param:  cast_to_param, in place
-        calls:              cast_to_output(autocast(model, policy, rules)(...))
+        model's nnx.Param:  cast_to_param
+        public methods:     cast_to_output(autocast(method, policy, rules)(...))
 
-    The model need not say anything about dtypes. It is not copied: its parameters are cast where
-    they are, its statistics stay float32, and its random state is not touched.
+    The model need not say anything about dtypes, and it is what it was: an instance of its class,
+    with its attributes, its methods and its state, to be split, viewed, trained, pickled and saved.
+    Its statistics stay float32, and its random state is not touched. What one method calls of the
+    model runs under the policy of the call; a part of it may have a policy of its own, and keeps
+    it. Parts without one that are called by themselves compute as they did. A second policy takes
+    the place of the first.
 
     Args:
-      model: an nnx model.
+      model: an nnx model, which is changed.
       policy: what `autocast` takes.
       rules: what products compute in, by path, as in `autocast`: regular expressions over the
         paths of parameters ("decoder/lm_head/kernel"), the first match wins.
 
     Returns:
-      A module to be called as the model is.
+      The model.
 
     Raises:
       TypeError: if `model` is no nnx module.
-      ValueError: if `policy` or `rules` cannot be read, or the model is under one already; when
-        called, if a rule matches nothing.
+      ValueError: if `policy` or `rules` cannot be read; when called, if a rule matches nothing.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> import jmp_kit.nnx
       >>> model = jmp_kit.nnx.apply_policy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), "half")
-      >>> model.model.kernel.dtype == model(jnp.ones((2, 3))).dtype == jmp_kit.half_dtype()
+      >>> model.kernel.dtype == model(jnp.ones((2, 3))).dtype == jmp_kit.half_dtype()
       True
+      >>> isinstance(model, nnx.Linear), model.in_features
+      (True, 3)
 
     Source: https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/module.html
     """
-    if isinstance(model, PolicyModule):
-        raise ValueError(
-            f"The model is under the policy {model._settings.policy} already: write "
-            "apply_policy(model.model, policy) for another one."
-        )
     if not isinstance(model, nnx.Module):
         raise TypeError(
             f"apply_policy takes an nnx model, but got {model!r}. Write apply_policy(Network("
             'rngs=nnx.Rngs(0)), "mixed_bfloat16"); for linen modules there is '
             "jmp_kit.linen.apply_policy, and for functions jmp_kit.autocast."
         )
-    autocast_arrays(lambda: None, policy, rules=rules)  # which reads both, and says what is wrong
+    autocast(lambda: None, policy, rules=rules)  # which reads both, and says what is wrong
     policy = as_policy(policy)
     nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))
-    return PolicyModule(model, policy, rules or {})
+    _become(model, _under_policy(_plain(model), policy, tuple((rules or {}).items())))
+    return model
+
+
+@functools.cache  # for two models of one class and policy have one structure
+def _under_policy(
+    kind: type[nnx.Module], policy: Policy, rules: tuple[tuple[str, Any], ...]
+) -> type[nnx.Module]:
+    """The class of a model, its methods under a policy."""
+
+    def body(namespace: dict[str, Any]) -> None:
+        for name in ("__module__", "__qualname__", "__doc__"):
+            namespace[name] = getattr(kind, name)
+        for name in _methods(kind):
+            namespace[name] = _method(kind, name, policy, rules)
+        namespace["_jmp_kit_plain"] = kind
+        namespace["__reduce_ex__"] = reduced
+
+    def reduced(self: nnx.Module, protocol: Any) -> Any:
+        # Pickled, a class is its name, and by that only the model's own is found.
+        found: Any = kind.__reduce_ex__(self, max(protocol, 2))
+        _, (_, *others), *rest = found
+        return _new, (kind, policy, rules, *others), *rest
+
+    return types.new_class(kind.__name__, (kind,), exec_body=body)
+
+
+def _new(kind: type[nnx.Module], policy: Policy, rules: Any, *others: Any) -> nnx.Module:
+    return kind.__new__(_under_policy(kind, policy, rules), *others)
+
+
+def _plain(model: nnx.Module) -> type[nnx.Module]:
+    """The class that a model had before it was under a policy."""
+    kind: type[nnx.Module] = getattr(type(model), "_jmp_kit_plain", type(model))
+    return kind
+
+
+def _become(model: nnx.Module, kind: type[nnx.Module]) -> None:
+    object.__setattr__(model, "__class__", kind)
+
+
+@contextlib.contextmanager
+def _as_it_was(model: nnx.Module) -> Iterator[None]:
+    """While a method runs: what it calls of its model is under the policy already."""
+    kind = type(model)
+    _become(model, _plain(model))
+    try:
+        yield
+    finally:
+        _become(model, kind)
+
+
+def _methods(kind: type[nnx.Module]) -> list[str]:
+    """What can be called on a model and is its own, by whatever decorator."""
+    public = [n for n in dir(kind) if not n.startswith("_") and not hasattr(nnx.Module, n)]
+    found = {name: inspect.getattr_static(kind, name, None) for name in ("__call__", *public)}
+    no_method = staticmethod, classmethod, property, type
+    return [
+        name
+        for name, value in found.items()
+        if hasattr(value, "__get__")
+        and not isinstance(value, no_method)
+        and (callable(value) or isinstance(value, functools.partialmethod))
+    ]
+
+
+def _method(
+    kind: type[nnx.Module], name: str, policy: Policy, rules: tuple[tuple[str, Any], ...]
+) -> Callable[..., Any]:
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with _as_it_was(model):
+            return getattr(model, name)(*args, **kwargs)
+
+    cast = autocast_method(call, policy.with_output_dtype(jnp.float32), dict(rules))
+
+    @functools.wraps(inspect.getattr_static(kind, name), updated=())
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return policy.cast_to_output(cast(self, *args, **kwargs))
+
+    return method
 
 
 def paths(model: nnx.Module, *args: Any, **kwargs: Any) -> Paths:
@@ -199,26 +197,28 @@ def paths(model: nnx.Module, *args: Any, **kwargs: Any) -> Paths:
               1  bias
               2  kernel
     """
-    plain = model.model if isinstance(model, PolicyModule) else model
     if not args and not kwargs:
-        params = nnx.to_flat_state(nnx.state(plain, nnx.Param))
+        params = nnx.to_flat_state(nnx.state(model, nnx.Param))
         return Paths("parameter", [["/".join(map(str, path))] for path, _ in params])
-    graphdef, state = nnx.split(plain)
+    graphdef, state = nnx.split(model)
 
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return nnx.merge(graphdef, model)(*args, **kwargs)
+        merged: Any = nnx.merge(graphdef, model)
+        with _as_it_was(merged):
+            return merged(*args, **kwargs)
 
     return product_paths(run, state, *args, **kwargs)
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, R],
     loss_scale: LossScale,
     argnums: Any = 0,
     has_aux: bool = False,
     *,
     keep_skipped_state: bool = False,
-) -> Callable[..., Any]:
+    axis_name: str | tuple[str, ...] | None = None,
+) -> Callable[P, tuple[R, Any]]:
     """`nnx.value_and_grad` with the backward pass scaled, and no trace of steps that overflow.
 
         value = fun(model, x)        grads = grad(loss_scale * fun)(model, x) / loss_scale
@@ -229,6 +229,8 @@ def value_and_grad(
       argnums: which positional arguments to differentiate by, or `nnx.DiffState`s.
       keep_skipped_state: whether to keep what `fun` set in the model even though a gradient is not
         finite, and the optimizer will skip the step.
+      axis_name: under `shard_map` and `pmap`, the axes along which devices hold different
+        gradients: all of them keep what `fun` set, or none.
 
     Returns:
       A function of `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`,
@@ -261,18 +263,69 @@ def value_and_grad(
     by_nnx = value_and_grad_by(grad_of, fun, loss_scale, has_aux)
 
     @functools.wraps(fun)
-    def value_and_unscaled_grad(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def value_and_unscaled_grad(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Any]:
         nodes = args, kwargs
-        before = arrays_of(nnx.state(nodes, nnx.Variable))
+        before = dict(_leaves(nodes))
         value, grads = by_nnx(*args, **kwargs)
         if not keep_skipped_state:
-            finite = all_finite(grads)
-            after = changed(before, nodes)
-            kept = {p: select_tree(finite, new, before[p]) for p, new in after.items()}
-            set_arrays(nodes, kept)
+            finite = all_finite(grads, axis_name)
+            kept = [
+                (path, jax.tree.unflatten(jax.tree.structure(v), select_tree(finite, new, old)))
+                for path, v in nnx.to_flat_state(nnx.state(nodes, nnx.Variable))
+                for new, old in [(jax.tree.leaves(v), before.get(path, []))]
+                if len(new) == len(old) and any(map(operator.is_not, new, old))
+            ]
+            nnx.update(nodes, nnx.from_flat_state(kept))
         return value, grads
 
     return value_and_unscaled_grad
+
+
+def _leaves(nodes: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """What variables hold, by their paths."""
+    for path, variable in nnx.to_flat_state(nnx.state(nodes, nnx.Variable)):
+        yield path, jax.tree.leaves(variable)
+
+
+def grad(
+    fun: Callable[..., Any],
+    loss_scale: LossScale,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    keep_skipped_state: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
+) -> Callable[..., Any]:
+    """`nnx.grad` with the backward pass scaled: `value_and_grad` without the value.
+
+    Args:
+      fun, loss_scale, argnums, has_aux, keep_skipped_state, axis_name: as for `value_and_grad`.
+
+    Returns:
+      A function of `fun`'s arguments that returns `grads`, or `(grads, aux)`.
+
+    Raises:
+      TypeError: as `value_and_grad`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> import jmp_kit.nnx
+      >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+      >>> def loss_fn(model):
+      ...     return jnp.sum(model.bias**2 + 3 * model.bias)
+      >>> jmp_kit.nnx.grad(loss_fn, jmp_kit.StaticLossScale(2.0**10))(model)["bias"][...]
+      Array([3.], dtype=float32)
+    """
+    with_value = value_and_grad(
+        fun,
+        loss_scale,
+        argnums,
+        has_aux,
+        keep_skipped_state=keep_skipped_state,
+        axis_name=axis_name,
+    )
+    return without_value(with_value, has_aux)
 
 
 def master_params(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
@@ -296,7 +349,7 @@ def master_params(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> Any:
       >>> model = jmp_kit.nnx.apply_policy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), policy)
       >>> transform = jmp_kit.mixed_precision(optax.sgd(1e-3), master="remainder")
       >>> optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
-      >>> jmp_kit.nnx.master_params(optimizer, model)["model"]["kernel"].dtype
+      >>> jmp_kit.nnx.master_params(optimizer, model)["kernel"].dtype
       dtype('float32')
     """
 

@@ -31,9 +31,6 @@ meant.
 from jmp_kit.casting._autocast import autocast as autocast
 from jmp_kit.casting._autocast import autocast_method as autocast_method
 from jmp_kit.casting._autocast import plans_of as plans_of
-from jmp_kit.casting._models import arrays_of as arrays_of
-from jmp_kit.casting._models import changed as changed
-from jmp_kit.casting._models import set_arrays as set_arrays
 from jmp_kit.casting._plan import Barrier as Barrier
 from jmp_kit.casting._plan import Call as Call
 from jmp_kit.casting._plan import Part as Part

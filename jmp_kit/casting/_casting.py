@@ -61,9 +61,9 @@ class Casting(NamedTuple):
         if holds_models((args, kwargs)):
             internal = policy.with_output_dtype(jnp.float32)
 
-            def run(function: Callable[..., Any], paths: list[str], *values: Any) -> Any:
+            def run(function: Callable[..., Any], paths: list[str], tree: Any) -> Any:
                 inner = self._replace(fun=function, policy=internal)
-                return inner.evaluated(values, {}, plans, lambda: paths)
+                return inner.evaluated((tree,), {}, plans, lambda: paths)
 
             return self._leaving(on_models(fun, run, args, kwargs))
         if not self.halves:

@@ -1,10 +1,12 @@
 """Functions of nnx models: what they change in them is kept.
 
-Flax is not imported: where there are models, it has been.
+Flax is not imported: where there are models, it has been. Its own machinery takes models apart and
+puts them together again, as for `nnx.jit`: what a function sets, adds or removes in them goes on,
+arrays or not.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import jax
 from jmp_kit._tree import at_least_float32, cast_like, is_array
 from jmp_kit.programs._arguments import names_of
 
-Leaves = dict[Any, list[Any]]  # the arrays of variables, by path
+_CONTEXT = "jmp_kit"
 
 
 def _nnx() -> Any:
@@ -40,113 +42,87 @@ def on_models(fun: Callable[..., Any], run: Callable[..., Any], args: Any, kwarg
     among the arguments: its masters are those of the parameters as they are.
 
     Args:
-      run: `run(function, paths, variables, rest)` evaluates `function(variables, rest)`, whose
-        arrays have these paths.
+      run: `run(function, paths, tree)` evaluates `function(tree)`, whose arrays have these paths.
     """
     nnx = _nnx()
     nodes = args, kwargs
-    parts: Any = nnx.split(nodes, nnx.Variable, ...)
-    graphdef, variables, rest = parts
-    optimizers = [n for _, n in nnx.iter_graph(nodes) if isinstance(n, nnx.Optimizer)]
-    found = []
+    widens = not any(isinstance(n, nnx.Optimizer) for _, n in nnx.iter_graph(nodes))
 
-    def pure(variables: Any, rest: Any) -> tuple[Any, list[Any]]:
-        if not optimizers:
-            variables = jax.tree.map(at_least_float32, variables)
-        before = arrays_of(variables)
-        inner = nnx.merge(graphdef, variables, rest)
-        attributes = _attributes(inner)
-        outputs = fun(*inner[0], **inner[1])
-        _refuse_new(before, inner)
-        values, structure = jax.tree.flatten(changed(before, inner))
-        found.append((structure, _changed_attributes(attributes, inner)))
-        return outputs, values
+    def is_model(node: Any) -> bool:
+        return isinstance(node, nnx.NodeStates)
 
-    names = names_of(fun, args)
-    paths = [
-        "/".join(map(str, (names[int(key)] if which == "0" else key, *inside)))
-        for which, key, *inside in (
-            jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-            for part in (variables, rest)
-            for path, x in jax.tree_util.tree_leaves_with_path(part)
-            if is_array(x)
-        )
-    ]
-    outputs, values = run(pure, paths, variables, rest)
-    structure, attributes = found.pop(0)
-    set_arrays(nodes, jax.tree.unflatten(structure, values))
-    objects = dict(nnx.iter_graph(nodes))
-    for (path, name), value in attributes.items():
-        setattr(objects[path], name, value)
+    def widened(node: Any) -> Any:
+        return jax.tree.map(at_least_float32, node) if widens and is_model(node) else node
+
+    with nnx.update_context(_CONTEXT):
+        given = nnx.to_tree(nodes, ctxtag=_CONTEXT)
+        before = dict(jax.tree_util.tree_leaves_with_path(given))
+        found = []
+
+        def pure(given: Any) -> list[Any]:
+            wide = jax.tree.map(widened, given, is_leaf=is_model)
+            args, kwargs = inner = nnx.from_tree(wide, ctxtag=_CONTEXT, is_inner=True)
+            graph = nnx.graphdef(inner)
+            outputs = fun(*args, **kwargs)
+            _refuse_static_arrays(inner)
+            is_same = nnx.graphdef(inner) == graph
+            changed = nnx.extract.clear_non_graph_nodes(inner)
+            tree = nnx.to_tree((changed, outputs), ctxtag=_CONTEXT)
+            leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+            # Of what a model holds, what is not set goes back as it was given.
+            had = {id(x): p for p, x in jax.tree_util.tree_leaves_with_path(wide)}
+            kept = [had.get(id(x)) if _is_of_models(path) else None for path, x in leaves]
+            set_ = [x for (_, x), path in zip(leaves, kept, strict=True) if path is None]
+            places = [path for path, _ in leaves]
+            untouched = is_same and all(
+                was or not _is_of_models(path) for path, was in zip(places, kept, strict=True)
+            )
+            found.append((structure, places, kept, untouched))
+            return set_
+
+        names = names_of(fun, args)
+        paths = [_named(path, names) for path, x in before.items() if is_array(x)]
+        set_ = iter(run(pure, paths, given))
+        structure, places, kept, untouched = found.pop(0)
+        leaves = [
+            _as_before(before[was] if was else next(set_), path, before)
+            for path, was in zip(places, kept, strict=True)
+        ]
+        changed, outputs = jax.tree.unflatten(structure, leaves)
+        if not untouched:  # what is closed over by a function that JAX traces cannot be set
+            _, outputs = nnx.from_tree((changed, outputs), ctxtag=_CONTEXT, is_inner=False)
     return outputs
 
 
-def arrays_of(variables: Any) -> Leaves:
-    """The arrays of variables, as they are now."""
-    return {path: jax.tree.leaves(v) for path, v in _nnx().to_flat_state(variables)}
-
-
-def changed(before: Leaves, nodes: Any) -> Leaves:
-    """The arrays of the variables that were set since."""
-    now = arrays_of(_nnx().state(nodes, _nnx().Variable))
-    return {
-        path: now[path]
-        for path, old in before.items()
-        if any(a is not b for a, b in zip(now[path], old, strict=True))
-    }
-
-
-def set_arrays(nodes: Any, values: Leaves) -> None:
-    """Give variables these arrays, in the dtypes that they have."""
+def _refuse_static_arrays(nodes: Any) -> None:
     nnx = _nnx()
-    state = nnx.to_flat_state(nnx.state(nodes, nnx.Variable))
-    changed = [
-        (
-            path,
-            jax.tree.unflatten(jax.tree.structure(v), cast_like(values[path], jax.tree.leaves(v))),
-        )
-        for path, v in state
-        if path in values
-    ]
-    if changed:
-        nnx.update(nodes, nnx.from_flat_state(changed))
+    held = set(map(id, jax.tree.leaves(nnx.state(nodes))))
+    for _, node in nnx.iter_graph(nodes):
+        attributes = vars(node).items() if isinstance(node, nnx.Pytree) else ()
+        for name, value in attributes:
+            arrays = [x for x in jax.tree.leaves(value) if isinstance(x, jax.core.Tracer)]
+            if any(id(x) not in held for x in arrays):
+                raise ValueError(
+                    f"The function sets the attribute {name!r} of its model to an array, which "
+                    "cannot leave the program that autocast traces: make it an nnx.Variable."
+                )
 
 
-def _refuse_new(before: Leaves, nodes: Any) -> None:
-    new = arrays_of(_nnx().state(nodes, _nnx().Variable)).keys() - before.keys()
-    if new:
-        raise ValueError(
-            f"The function adds variables to its model ({_named(new)}), which cannot leave the "
-            "program that autocast traces. Return such values, or make the variables before the "
-            "call."
-        )
+def _is_of_models(path: Any) -> bool:
+    """Of the pair of what models hold and what a function returns."""
+    return bool(path[0].idx == 0)
 
 
-def _attributes(nodes: Any) -> dict[tuple[Any, str], Any]:
-    """What objects hold beside variables and other objects, by their paths and its names."""
-    nnx = _nnx()
-    return {
-        (path, name): value
-        for path, node in nnx.iter_graph(nodes)
-        if isinstance(node, nnx.Pytree) and not isinstance(node, nnx.State)
-        for name, value in vars(node).items()
-        if not name.startswith("_pytree__") and not isinstance(value, nnx.Variable | nnx.Pytree)
-    }
+def _as_before(x: Any, path: Any, before: Any) -> Any:
+    """What a variable is set to, in the dtype it had."""
+    was = before.get(path[1:]) if _is_of_models(path) else None
+    return x if was is None else cast_like(x, was)
 
 
-def _changed_attributes(before: dict[tuple[Any, str], Any], nodes: Any) -> dict[Any, Any]:
-    found = {}
-    for key, value in _attributes(nodes).items():
-        if key in before and value is before[key]:
-            continue
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(value)):
-            raise ValueError(
-                f"The function sets the attribute {key[1]!r} of its model to an array, which "
-                "cannot leave the program that autocast traces: make it an nnx.Variable."
-            )
-        found[key] = value
-    return found
-
-
-def _named(paths: Sequence[Any] | set[Any]) -> str:
-    return ", ".join(sorted("/".join(map(str, path[2:])) for path in paths))
+def _named(path: Any, names: list[str]) -> str:
+    """The path of an array in `(args, kwargs)`, whose models are taken apart."""
+    keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    which, key, *inside = keys
+    if inside[:1] == ["states"]:  # of a model, and its only part
+        inside = inside[2:]
+    return "/".join((names[int(key)] if which == "0" else key, *inside))

@@ -252,9 +252,7 @@ def mixed_precision(
         check_kept(params, state.master, master)
         full = jax.tree.map(full_value, params, state.master)
         grads = cast_like(grads, full)
-        finite = all_finite(grads)
-        if axis_name is not None:
-            finite = lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+        finite = all_finite(grads, axis_name)
 
         key, param_key, moment_key = _split(state.key)
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from jmp_kit._tree import is_array
 
-_STATIC = (str, bytes, type, np.dtype, enum.Enum)  # which hold no array
+# Which hold no array.
+_STATIC = (bool, int, float, complex, str, bytes, type, np.dtype, enum.Enum)
 
 
 def flattened(
@@ -34,7 +35,7 @@ def flattened(
         found, structure = jax.tree_util.tree_flatten_with_path(fun(*args, **kwargs))
         fixed = {}
         for i, (path, x) in enumerate(found):
-            if is_array(x) or isinstance(x, bool | int | float | complex):
+            if is_array(x):
                 continue
             if id(x) not in given and not isinstance(x, _STATIC):
                 raise TypeError(

@@ -110,10 +110,10 @@ def test_an_untrained_model_knows_nothing_of_the_eight_bits_of_a_byte():
 def test_it_writes_after_any_prompt(prompt):
     model = gpt.make_model(SMALL, jmp_kit.get_policy("mixed_float16"), 0)
     # So surely that there is no chance in it: the byte after b is b + 1.
-    model.model.blocks = nnx.List([])
-    model.model.embed.embedding[...] = 10 * jnp.eye(256, 32)
-    model.model.position[...] *= 0
-    model.model.head.kernel[...] = jnp.roll(10 * jnp.eye(32, 256), 1, axis=1)
+    model.blocks = nnx.List([])
+    model.embed.embedding[...] = 10 * jnp.eye(256, 32)
+    model.position[...] *= 0
+    model.head.kernel[...] = jnp.roll(10 * jnp.eye(32, 256), 1, axis=1)
     written = gpt.write(model, prompt + b"\x01", jax.random.key(0), 10, SMALL.time, 0.1)
     assert written == bytes(range(2, 12))
     assert len(gpt.write(model, prompt, jax.random.key(0), 0, SMALL.time, 0.1)) == 0
