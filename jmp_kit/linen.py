@@ -5,96 +5,58 @@ variables = model.init(key, x)      # parameters in param_dtype, statistics in f
 y = model.apply(variables, x)       # computed under autocast, in output_dtype
 """
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import lift
+from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
+from jmp_kit._alike import alike, become, plain
 from jmp_kit._policy import Policy, as_policy
-from jmp_kit._tree import at_least_float32
+from jmp_kit._tree import at_least_float32, cast_like
 from jmp_kit.casting import autocast, autocast_method
 from jmp_kit.programs import Paths, eval_shape, product_paths
 
+__all__ = ["apply_policy", "paths"]
 
-@dataclasses.dataclass(frozen=True)
-class PolicyModule:
-    """A linen module under a policy, as `apply_policy` makes it.
-
-    Frozen, and hashable if the module is: it may be closed over or be a static argument of `jit`.
-
-    Example:
-      >>> import flax.linen as nn
-      >>> from jmp_kit import linen
-      >>> str(linen.apply_policy(nn.Dense(4), "mixed_bfloat16").policy)
-      'p=f32,c=bf16,o=f32'
-    """
-
-    module: nn.Module
-    policy: Policy
-    rules: tuple[tuple[str, Any], ...] = ()
-
-    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's variables: parameters in `param_dtype`, other collections as they are."""
-        return self._with_params_cast(self.module.init(rngs, *args, **kwargs))
-
-    def apply(self, variables: Any, *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
-        """What the module's `apply` gives, computed under autocast, in `output_dtype`.
-
-        Args:
-          variables, args, kwargs: as the module's `apply` takes them: `rngs`, `method`,
-            `capture_intermediates` and the module's own.
-          mutable: collections that may change and then come back too, batch statistics in the
-            dtype they have in the module: float32.
-        """
-
-        def run(variables: Any, *args: Any, **kwargs: Any) -> Any:
-            # Between products the module computes in float32, however its parameters are stored.
-            wide = jax.tree.map(at_least_float32, variables)
-            return self.module.apply(wide, *args, mutable=mutable, **kwargs)
-
-        policy = self.policy.with_output_dtype(jnp.float32)
-        result = autocast_method(run, policy, dict(self.rules))(variables, *args, **kwargs)
-        if mutable is False:
-            return self.policy.cast_to_output(result)
-        outputs, mutated = result
-        return self.policy.cast_to_output(outputs), self._with_params_cast(mutated)
-
-    def _with_params_cast(self, variables: Any) -> Any:
-        if "params" not in variables:
-            return variables
-        return {**variables, "params": self.policy.cast_to_param(variables["params"])}
+Module = TypeVar("Module", bound=nn.Module | type[nn.Module])
+Rules = tuple[tuple[str, Any], ...]
 
 
 def apply_policy(
-    module: nn.Module,
+    module: Module,
     policy: Policy | str | DTypeLike,
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
-) -> PolicyModule:
-    """A linen module whose parameters, compute and outputs have the dtypes of a policy.
+) -> Module:
+    """The same linen module, its parameters, compute and outputs in the dtypes of a policy.
 
         init:  cast_to_param(module.init(...))
         apply: cast_to_output(autocast(module.apply, policy, rules)(...))
 
-    The module is not changed and need not say anything about dtypes. Paths of parameters and of
-    products are its own, so checkpoints fit.
+    The module need not say anything about dtypes. What comes out is a linen module too, of a class
+    that is the module's in name and by inheritance: to be called, bound, cloned and tabulated, for
+    `nn.scan`, `nn.Sequential` and as a part of another module, which may have another policy.
+    Paths of parameters and of products are the module's own, so checkpoints fit. Parameters have
+    the `param_dtype` of the outermost policy. Statistics and other collections keep their dtypes.
 
     Args:
-      module: a linen module; `nn.scan`, `nn.remat` and shared modules within it as usual.
+      module: a linen module, or a class of them, as for `nn.scan` and `nn.remat`.
       policy: what `autocast` takes.
       rules: what products compute in, by path, as in `autocast`: regular expressions over module
         paths ("decoder/lm_head"), the first match wins.
 
     Returns:
-      An object with the module's `init` and `apply`.
+      A module, or a class. A module that belongs to none is not changed.
 
     Raises:
-      TypeError: if `module` is no linen module, or a class of them.
-      ValueError: if `policy` or `rules` cannot be read, or the module is under one already; when
-        applied, if a rule matches nothing.
+      TypeError: if `module` is neither.
+      ValueError: if `policy` or `rules` cannot be read; when applied, if a rule matches nothing.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -106,22 +68,102 @@ def apply_policy(
 
     Source: https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/module.html
     """
-    if isinstance(module, PolicyModule):
-        raise ValueError(
-            f"The module is under the policy {module.policy} already: write "
-            "apply_policy(module.module, policy) for another one."
-        )
+    autocast(lambda: None, policy, rules=rules)  # which reads both, and says what is wrong
+    settings = as_policy(policy), tuple((rules or {}).items())
+    if inspect.isclass(module) and issubclass(module, nn.Module):
+        under: Any = _under_policy(plain(module), *settings)
+        return under
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"apply_policy takes a Flax linen module, but got {module!r}. Write "
             'apply_policy(Network(), "mixed_bfloat16"); for nnx models there is '
             "jmp_kit.nnx.apply_policy, and for functions jmp_kit.autocast."
         )
-    autocast(module.apply, policy, rules=rules)  # which reads both, and says what is wrong
-    return PolicyModule(module, as_policy(policy), tuple((rules or {}).items()))
+    # Of what belongs to another module there must not be two.
+    found = module if module.parent or module.scope else module.clone()
+    become(found, _under_policy(plain(type(module)), *settings))
+    return found
 
 
-def paths(module: nn.Module | PolicyModule, rngs: Any, *args: Any, **kwargs: Any) -> Paths:
+@functools.cache
+def _under_policy(kind: type[nn.Module], policy: Policy, rules: Rules) -> type[nn.Module]:
+    """A module's class, its methods under a policy."""
+    transform = functools.partial(_transformed, policy=policy, rules=dict(rules))
+    made = lift_transform(functools.wraps(_transformed)(transform), kind, methods=_methods(kind))
+    for name in ("apply", "init", "init_with_output", "lazy_init"):
+        setattr(made, name, _with_methods_of(kind, getattr(kind, name)))
+    return alike(made, kind, _under_policy, policy, rules)
+
+
+def _with_methods_of(kind: type[nn.Module], call: Callable[..., Any]) -> Callable[..., Any]:
+    """`module.apply(…, method=Network.encode)` means the method of the class under the policy."""
+
+    @functools.wraps(call)
+    def with_methods(self: nn.Module, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        name = getattr(method, "__name__", "")
+        is_own = method is not None and getattr(kind, name, None) is method
+        return call(self, *args, method=name if is_own else method, **kwargs)
+
+    return with_methods
+
+
+def _methods(kind: type[nn.Module]) -> list[str]:
+    public = [n for n in dir(kind) if not n.startswith("_") and not hasattr(nn.Module, n)]
+    found = {name: inspect.getattr_static(kind, name, None) for name in ("__call__", *public)}
+    return [
+        name
+        for name, value in found.items()
+        if inspect.isfunction(value) and not getattr(value, "nowrap", False)
+    ]
+
+
+def _transformed(
+    fun: Callable[..., Any], policy: Policy, rules: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A function of scopes, as Flax lifts it through JAX's transformations."""
+    internal = policy.with_output_dtype(jnp.float32)
+
+    def run(scopes: Any, *args: Any, **kwargs: Any) -> Any:
+        is_first = any(scope.get_flag("initializing", False) for scope in jax.tree.leaves(scopes))
+
+        def inner(
+            scopes_of: Any, repacked: Any, groups: Any, rngs: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            [of_scopes] = groups
+            is_one = len(of_scopes) == 1
+
+            def apply(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+                # Between products the module computes in float32, however it is stored.
+                wide = jax.tree.map(at_least_float32, variables)
+                scopes = scopes_of(((wide,) if is_one else wide,), rngs)
+                return fun(scopes, *args, **kwargs), repacked(scopes)
+
+            # What parameters begin with is made in float32.
+            applied = apply if is_first else autocast_method(apply, internal, rules)
+            variables = of_scopes[0] if is_one else of_scopes  # as their paths are to begin
+            outputs, changed = applied(variables, rngs, *args, **kwargs)
+            return policy.cast_to_output(outputs), _stored(changed, groups, policy)
+
+        lifted = lift.pack(inner, (True,), (True,), (True,), name="jmp_kit", enable_kwargs=True)
+        return lifted(scopes, *args, **kwargs)
+
+    return run
+
+
+def _stored(changed: Any, before: Any, policy: Policy) -> Any:
+    """Variables, by group, scope and collection, in the dtypes they are stored in."""
+    had = dict(jax.tree_util.tree_leaves_with_path(before))
+
+    def stored(path: Any, x: Any) -> Any:
+        _, _, collection, *_ = path
+        if collection.key == "params":
+            return policy.cast_to_param(x)
+        return cast_like(x, had[path]) if path in had else x
+
+    return jax.tree_util.tree_map_with_path(stored, changed)
+
+
+def paths(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Paths:
     """What `rules` are compared with: the paths of each product. Print it for a table.
 
     Args:
@@ -141,10 +183,11 @@ def paths(module: nn.Module | PolicyModule, rngs: Any, *args: Any, **kwargs: Any
             1  Sequential/layers_0  args/0  variables/params/layers_0/kernel
             2  Sequential/layers_1  variables/params/layers_1/kernel
     """
-    plain = module.module if isinstance(module, PolicyModule) else module
+    module = module.clone()
+    become(module, plain(type(module)))
 
     def run(variables: Any, *args: Any, **kwargs: Any) -> Any:
-        return plain.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
+        return module.apply(variables, *args, rngs=rngs, mutable=True, **kwargs)
 
-    variables = eval_shape(plain.init, rngs, *args, **kwargs)
+    variables = eval_shape(module.init, rngs, *args, **kwargs)
     return product_paths(run, variables, *args, **kwargs)

@@ -26,6 +26,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_kit import optim
+from jmp_kit._alike import alike, become, plain
 from jmp_kit._grad import value_and_grad_by, without_value
 from jmp_kit._loss_scale import LossScale
 from jmp_kit._policy import Policy, as_policy
@@ -90,7 +91,7 @@ def apply_policy(
     autocast(lambda: None, policy, rules=rules)  # which reads both, and says what is wrong
     policy = as_policy(policy)
     nnx.update(model, policy.cast_to_param(nnx.state(model, nnx.Param)))
-    _become(model, _under_policy(_plain(model), policy, tuple((rules or {}).items())))
+    become(model, _under_policy(plain(type(model)), policy, tuple((rules or {}).items())))
     return model
 
 
@@ -101,45 +102,21 @@ def _under_policy(
     """The class of a model, its methods under a policy."""
 
     def body(namespace: dict[str, Any]) -> None:
-        for name in ("__module__", "__qualname__", "__doc__"):
-            namespace[name] = getattr(kind, name)
-        for name in _methods(kind):
-            namespace[name] = _method(kind, name, policy, rules)
-        namespace["_jmp_kit_plain"] = kind
-        namespace["__reduce_ex__"] = reduced
+        namespace.update({name: _method(kind, name, policy, rules) for name in _methods(kind)})
 
-    def reduced(self: nnx.Module, protocol: Any) -> Any:
-        # Pickled, a class is its name, and by that only the model's own is found.
-        found: Any = kind.__reduce_ex__(self, max(protocol, 2))
-        _, (_, *others), *rest = found
-        return _new, (kind, policy, rules, *others), *rest
-
-    return types.new_class(kind.__name__, (kind,), exec_body=body)
-
-
-def _new(kind: type[nnx.Module], policy: Policy, rules: Any, *others: Any) -> nnx.Module:
-    return kind.__new__(_under_policy(kind, policy, rules), *others)
-
-
-def _plain(model: nnx.Module) -> type[nnx.Module]:
-    """The class that a model had before it was under a policy."""
-    kind: type[nnx.Module] = getattr(type(model), "_jmp_kit_plain", type(model))
-    return kind
-
-
-def _become(model: nnx.Module, kind: type[nnx.Module]) -> None:
-    object.__setattr__(model, "__class__", kind)
+    made = types.new_class(kind.__name__, (kind,), exec_body=body)
+    return alike(made, kind, _under_policy, policy, rules)
 
 
 @contextlib.contextmanager
 def _as_it_was(model: nnx.Module) -> Iterator[None]:
     """While a method runs: what it calls of its model is under the policy already."""
     kind = type(model)
-    _become(model, _plain(model))
+    become(model, plain(kind))
     try:
         yield
     finally:
-        _become(model, kind)
+        become(model, kind)
 
 
 def _methods(kind: type[nnx.Module]) -> list[str]:

@@ -17,6 +17,7 @@ FLOORS = {
     "_dtypes": 0,
     "_flax": 0,
     "_tree": 0,
+    "_alike": 0,
     "rounding": 1,
     "_policy": 1,
     "_loss_scale": 2,

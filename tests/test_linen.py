@@ -291,7 +291,6 @@ def test_a_float32_policy_is_the_module():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda: apply_policy(nn.Dense, "half"), TypeError, "linen module, but got <class"),
         (lambda: apply_policy(jnp.tanh, "half"), TypeError, "for functions jmp_kit.autocast"),
         (lambda: apply_policy(nn.Dense(4), "c=f17"), ValueError, "f17"),
         (lambda: apply_policy(nn.Dense(4), "half", {"(": "float32"}), ValueError, "no regular exp"),
