@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jmp_kit._loss_scale import SCALED, LossScale, NoOpLossScale, refuse_class
 from jmp_kit._tree import at_least_float32, is_array
@@ -14,6 +16,8 @@ from jmp_kit._tree import at_least_float32, is_array
 P = ParamSpec("P")
 R = TypeVar("R")
 Aux = TypeVar("Aux")
+
+_NUMBERS = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 _TOO_NARROW = {
     jnp.dtype(jnp.float16): "which ends at 65504: multiplied by the loss scale it would overflow, "
@@ -43,7 +47,8 @@ def value_and_grad(
       fun: returns a floating-point scalar, or a pair of it and anything if `has_aux`.
       loss_scale: `NoOpLossScale()`, `StaticLossScale(2.0**15)`, a `DynamicLossScale`, or what
         `loss_scale_of(opt_state)` finds.
-      argnums: which positional arguments to differentiate by.
+      argnums: which positional arguments to differentiate by. They may hold what is no array, as
+        Equinox modules do: that has no gradient, but None.
       has_aux: whether `fun` returns a pair.
       allow_int: whether integer arguments may be differentiated by (gradients of dtype float0).
 
@@ -95,9 +100,45 @@ def value_and_grad(
     """
 
     def grad_of(scaled: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.grad(scaled, argnums, has_aux=True, allow_int=allow_int)
+        gradient = jax.grad(scaled, argnums, has_aux=True, allow_int=allow_int)
+
+        @functools.wraps(gradient)
+        def by_arrays(*args: Any, **kwargs: Any) -> Any:
+            places = [argnums] if isinstance(argnums, int) else [*argnums]
+            if not any(_is_module(args[i]) for i in places if -len(args) <= i < len(args)):
+                return gradient(*args, **kwargs)
+            return _grad_of_modules(scaled, argnums, args, kwargs)
+
+        return by_arrays
 
     return value_and_grad_by(grad_of, fun, loss_scale, has_aux)
+
+
+def _is_module(tree: Any) -> bool:
+    """Whether it holds what is neither an array nor a number, or is made of Equinox modules."""
+    kind = getattr(sys.modules.get("equinox"), "Module", ())
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return any(isinstance(x, kind) or not isinstance(x, _NUMBERS) for x in leaves)
+
+
+def _grad_of_modules(fun: Callable[..., Any], argnums: Any, args: Any, kwargs: Any) -> Any:
+    """`jax.grad(fun, argnums, has_aux=True)(*args, **kwargs)` by inexact arrays alone."""
+    places = [argnums] if isinstance(argnums, int) else [*argnums]
+    leaves, structure = jax.tree.flatten([args[i] for i in places])
+    found = [i for i, x in enumerate(leaves) if is_array(x, jnp.inexact)]
+
+    def of_arrays(arrays: Any) -> Any:
+        filled = {**dict(enumerate(leaves)), **dict(zip(found, arrays, strict=True))}
+        modules = jax.tree.unflatten(structure, filled.values())
+        given = list(args)
+        for i, module in zip(places, modules, strict=True):
+            given[i] = module
+        return fun(*given, **kwargs)
+
+    slopes, aux = jax.grad(of_arrays, has_aux=True)([leaves[i] for i in found])
+    slope_of = dict(zip(found, slopes, strict=True))
+    grads = jax.tree.unflatten(structure, [slope_of.get(i) for i in range(len(leaves))])
+    return grads[0] if isinstance(argnums, int) else tuple(grads), aux
 
 
 def value_and_grad_by(

@@ -1,6 +1,7 @@
 """The products of a function as JAX traces it."""
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,7 +29,12 @@ from jmp_kit.programs import (
 def audit_traced(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Audit:
     """The products of a function, whose arguments may be abstract arrays."""
     flow = Flow(PRODUCTS, every=True)
-    jaxpr, arguments = traced(fun, *args, **kwargs)
+
+    @functools.wraps(fun)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs), args, kwargs  # what it sets in nnx models is a result, too
+
+    jaxpr, arguments = traced(whole, *args, **kwargs)
     # Of the forward products that the gradient does not need, the line and the path still tell.
     forward: dict[str, set[str]] = collections.defaultdict(set)
     for eqn, calls, paths, _ in products_in(jaxpr, arguments, flow):
