@@ -101,13 +101,14 @@ def value_and_grad(
 
     def grad_of(scaled: Callable[..., Any]) -> Callable[..., Any]:
         gradient = jax.grad(scaled, argnums, has_aux=True, allow_int=allow_int)
+        places = [argnums] if isinstance(argnums, int) else [*argnums]
 
         @functools.wraps(gradient)
         def by_arrays(*args: Any, **kwargs: Any) -> Any:
-            places = [argnums] if isinstance(argnums, int) else [*argnums]
             if not any(_is_module(args[i]) for i in places if -len(args) <= i < len(args)):
                 return gradient(*args, **kwargs)
-            return _grad_of_modules(scaled, argnums, args, kwargs)
+            grads, aux = _grad_of_modules(scaled, places, args, kwargs)
+            return (grads[0] if isinstance(argnums, int) else grads), aux
 
         return by_arrays
 
@@ -121,24 +122,25 @@ def _is_module(tree: Any) -> bool:
     return any(isinstance(x, kind) or not isinstance(x, _NUMBERS) for x in leaves)
 
 
-def _grad_of_modules(fun: Callable[..., Any], argnums: Any, args: Any, kwargs: Any) -> Any:
-    """`jax.grad(fun, argnums, has_aux=True)(*args, **kwargs)` by inexact arrays alone."""
-    places = [argnums] if isinstance(argnums, int) else [*argnums]
-    leaves, structure = jax.tree.flatten([args[i] for i in places])
+def _grad_of_modules(
+    fun: Callable[..., Any], places: Sequence[int], args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], Any]:
+    """`jax.grad(fun, places, has_aux=True)(*args, **kwargs)` by inexact arrays alone."""
+    leaves, structure = jax.tree.flatten(tuple(args[i] for i in places))
     found = [i for i, x in enumerate(leaves) if is_array(x, jnp.inexact)]
 
-    def of_arrays(arrays: Any) -> Any:
-        filled = {**dict(enumerate(leaves)), **dict(zip(found, arrays, strict=True))}
-        modules = jax.tree.unflatten(structure, filled.values())
+    def of_arrays(arrays: Sequence[Any]) -> Any:
+        filled = list(leaves)
+        for i, array in zip(found, arrays, strict=True):
+            filled[i] = array
         given = list(args)
-        for i, module in zip(places, modules, strict=True):
+        for i, module in zip(places, jax.tree.unflatten(structure, filled), strict=True):
             given[i] = module
         return fun(*given, **kwargs)
 
     slopes, aux = jax.grad(of_arrays, has_aux=True)([leaves[i] for i in found])
     slope_of = dict(zip(found, slopes, strict=True))
-    grads = jax.tree.unflatten(structure, [slope_of.get(i) for i in range(len(leaves))])
-    return grads[0] if isinstance(argnums, int) else tuple(grads), aux
+    return jax.tree.unflatten(structure, map(slope_of.get, range(len(leaves)))), aux
 
 
 def value_and_grad_by(

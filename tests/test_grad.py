@@ -2,12 +2,20 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmp_kit import DynamicLossScale, NoOpLossScale, StaticLossScale, grad, value_and_grad
+from jmp_kit import (
+    DynamicLossScale,
+    NoOpLossScale,
+    StaticLossScale,
+    autocast,
+    grad,
+    value_and_grad,
+)
 
 SCALES = [NoOpLossScale(), StaticLossScale(2.0**10), DynamicLossScale(2.0**10)]
 HALVES = [jnp.float16, jnp.bfloat16]
@@ -175,3 +183,63 @@ def test_what_cannot_be_differentiated_or_scaled_is_refused():
 
 def test_the_wrapped_function_keeps_its_name():
     assert value_and_grad(loss_fn, NoOpLossScale()).__name__ == "loss_fn"
+
+
+class Module(eqx.Module):
+    """With leaves of every kind."""
+
+    w: jax.Array
+    half: jax.Array
+    table: jax.Array
+    act: object
+    rate: float = 0.5
+    flag: bool = True
+
+    def __call__(self, x):
+        return self.act(x @ self.w) * self.half.astype(jnp.float32) * self.rate + self.table.sum()
+
+
+class OnlyArrays(eqx.Module):
+    w: jax.Array
+    factor: float = 2.0
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_float16"])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_modules_are_taken_as_they_are(policy, has_aux, standard_promotion):
+    w = jax.random.normal(jax.random.key(0), (3, 3))
+    module = Module(w, jnp.bfloat16(2), jnp.arange(3), jnp.tanh)
+    x = jnp.ones((2, 3))
+
+    def loss_fn(module, x, shift=0.0):
+        loss = jnp.mean(module(x) ** 2) + shift
+        return (loss, {"name": "aux", "x": x}) if has_aux else loss
+
+    half = loss_fn if policy is None else autocast(loss_fn, policy)
+    for scale in (NoOpLossScale(), StaticLossScale(2.0**8)):
+        value, grads = value_and_grad(half, scale, has_aux=has_aux)(module, x, shift=1.0)
+        expected, slopes = eqx.filter_value_and_grad(loss_fn, has_aux=has_aux)(module, x, shift=1.0)
+        assert jax.tree.structure((value, grads)) == jax.tree.structure((expected, slopes))
+        assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+        assert (grads.table, grads.act, grads.rate, grads.flag) == (None,) * 4
+        np.testing.assert_allclose(grads.w, slopes.w, rtol=0.02, atol=0.01)
+        alone = grad(half, scale, has_aux=has_aux)(module, x, shift=1.0)
+        assert jax.tree.structure(alone[0] if has_aux else alone) == jax.tree.structure(grads)
+
+
+def test_several_modules_and_arrays_at_once(standard_promotion):
+    def loss_fn(x, first, second):
+        return jnp.sum(x * first.w * first.factor * second["w"] * len(second["name"]))
+
+    first, second = OnlyArrays(jnp.full(3, 2.0)), {"w": jnp.full(3, 3.0), "name": "ab"}
+    x = jnp.ones(3)
+    value, grads = value_and_grad(loss_fn, NoOpLossScale(), (0, -1, 1))(x, first, second)
+    assert value == 72
+    np.testing.assert_array_equal(grads[0], 24 * jnp.ones(3))
+    np.testing.assert_array_equal(grads[1]["w"], 8 * jnp.ones(3))
+    assert (grads[1]["name"], grads[2].factor) == (None, None)
+    np.testing.assert_array_equal(grads[2].w, 12 * jnp.ones(3))
+    # What JAX differentiates by, it goes on to, and what it refuses in a tree of arrays, too.
+    assert value_and_grad(lambda w: w**2, NoOpLossScale())(3.0)[1] == 6
+    with pytest.raises(TypeError, match="int"):
+        value_and_grad(lambda w: w["a"] ** 2.0, NoOpLossScale())({"a": jnp.int32(3)})

@@ -62,7 +62,7 @@ def test_a_guide_s_program_runs_before_and_after_to_the_same_losses(name):
 
 def test_there_is_a_guide_for_each_and_the_readme_leads_to_it():
     readme = (ROOT / "README.md").read_text()
-    assert len(GUIDES) == 5
+    assert len(GUIDES) == 6
     assert {name.rpartition("-")[0] for name in DIFFS} == {guide.stem for guide in GUIDES}
     for guide in GUIDES:
         assert f"docs/coming_from/{guide.name}" in readme
