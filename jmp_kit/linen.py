@@ -133,9 +133,8 @@ def _transformed(
             is_one = len(of_scopes) == 1
 
             def apply(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-                # Between products the module computes in float32, however it is stored.
-                wide = jax.tree.map(at_least_float32, variables)
-                scopes = scopes_of(((wide,) if is_one else wide,), rngs)
+                wide = [_computed(v) for v in ([variables] if is_one else variables)]
+                scopes = scopes_of((wide,), rngs)
                 return fun(scopes, *args, **kwargs), repacked(scopes)
 
             # What parameters begin with is made in float32.
@@ -148,6 +147,12 @@ def _transformed(
         return lifted(scopes, *args, **kwargs)
 
     return run
+
+
+def _computed(variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """By collection; between products the module computes in float32, however it is stored."""
+    params = {k: jax.tree.map(at_least_float32, v) for k, v in variables.items() if k == "params"}
+    return {**variables, **params}
 
 
 def _stored(changed: Any, before: Any, policy: Policy) -> Any:

@@ -38,7 +38,7 @@ def holds_models(tree: Any) -> bool:
 def on_models(fun: Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """`fun(*args, **kwargs)` by way of a function of arrays, and what it changes set afterwards.
 
-    Variables are read in float32, whatever dtype they are stored in, but where an optimizer is
+    Parameters are read in float32, whatever dtype they are stored in, but where an optimizer is
     among the arguments: its masters are those of the parameters as they are.
 
     Args:
@@ -51,8 +51,16 @@ def on_models(fun: Callable[..., Any], run: Callable[..., Any], args: Any, kwarg
     def is_model(node: Any) -> bool:
         return isinstance(node, nnx.NodeStates)
 
+    def is_variable(node: Any) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    def wide(variable: Any) -> Any:
+        is_param = isinstance(variable, nnx.Param)
+        return jax.tree.map(at_least_float32, variable) if is_param else variable
+
     def widened(node: Any) -> Any:
-        return jax.tree.map(at_least_float32, node) if widens and is_model(node) else node
+        is_wide = widens and is_model(node)
+        return jax.tree.map(wide, node, is_leaf=is_variable) if is_wide else node
 
     with nnx.update_context(_CONTEXT):
         given = nnx.to_tree(nodes, ctxtag=_CONTEXT)
@@ -60,8 +68,8 @@ def on_models(fun: Callable[..., Any], run: Callable[..., Any], args: Any, kwarg
         found = []
 
         def pure(given: Any) -> list[Any]:
-            wide = jax.tree.map(widened, given, is_leaf=is_model)
-            args, kwargs = inner = nnx.from_tree(wide, ctxtag=_CONTEXT, is_inner=True)
+            computed = jax.tree.map(widened, given, is_leaf=is_model)
+            args, kwargs = inner = nnx.from_tree(computed, ctxtag=_CONTEXT, is_inner=True)
             graph = nnx.graphdef(inner)
             outputs = fun(*args, **kwargs)
             _refuse_static_arrays(inner)
@@ -70,7 +78,7 @@ def on_models(fun: Callable[..., Any], run: Callable[..., Any], args: Any, kwarg
             tree = nnx.to_tree((changed, outputs), ctxtag=_CONTEXT)
             leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
             # Of what a model holds, what is not set goes back as it was given.
-            had = {id(x): p for p, x in jax.tree_util.tree_leaves_with_path(wide)}
+            had = {id(x): p for p, x in jax.tree_util.tree_leaves_with_path(computed)}
             kept = [had.get(id(x)) if _is_of_models(path) else None for path, x in leaves]
             set_ = [x for (_, x), path in zip(leaves, kept, strict=True) if path is None]
             places = [path for path, _ in leaves]
