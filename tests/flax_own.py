@@ -25,7 +25,7 @@ _ATTENTION = [n for first in (24, 72) for n in range(first, first + 22) if n % 4
 OTHERS = {
     "test_autoregressive_decode_with_x64": "its parameters are float64, and the policy's float32",
     "TestLora::test_dtype": _HALF,
-    "test_lstm_with_different_dtypes": _HALF,
+    "::TestLSTMCell::test_lstm_with_different_dtypes": _HALF,
     "test_rnn_with_different_dtypes": _HALF,
     **{f"TestLinearGeneral::test_basic{n}": _HALF for n in _GENERAL},
     **{f"test_nnx_attention_equivalence{n}": _DECODE for n in _ATTENTION},
