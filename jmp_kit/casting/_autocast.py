@@ -35,6 +35,7 @@ def autocast(
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
     products: Iterable[str] = PRODUCTS,
     recompute: bool | float | Literal["most"] = True,
+    reduce_dtype: Literal["float32"] | None = None,
 ) -> Callable[P, R]: ...
 
 
@@ -46,6 +47,7 @@ def autocast(
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
     products: Iterable[str] = PRODUCTS,
     recompute: bool | float | Literal["most"] = True,
+    reduce_dtype: Literal["float32"] | None = None,
 ) -> Wrap: ...
 
 
@@ -56,6 +58,7 @@ def autocast(
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
     products: Iterable[str] = PRODUCTS,
     recompute: bool | float | Literal["most"] = True,
+    reduce_dtype: Literal["float32"] | None = None,
 ) -> Any:
     """The same function with its products in half and everything between them in float32.
 
@@ -99,6 +102,12 @@ def autocast(
         the backward pass is part of the program: in a wrapped train step and in
         `jmp_kit.value_and_grad`. Around a loss that `jax.grad` differentiates, segments between
         products are computed again, or not.
+      reduce_dtype: what weights' gradients are summed in, by devices under `jit` with shardings and
+        over micro-batches. Left out, the product that makes one gives it in half, and so it goes
+        over the wire. With "float32" the product gives float32, which is never rounded; its
+        operands are half, but those of a convolution would not be, whose gradients stay half. It
+        counts where the backward pass is part of the program, as with `recompute`, and costs two
+        bytes a parameter, written and read.
 
     Returns:
       A function of the same arguments. Arrays among them are traced, whatever else there is is
@@ -108,8 +117,8 @@ def autocast(
       TypeError: if `fun` is no function but a class, a Flax module, or nothing to call; when
         called, if it gives something that is neither an array, nor among its arguments, nor a
         constant such as a string.
-      ValueError: if `policy`, `rules` or `products` cannot be read, or, when called, if a rule
-        matches nothing.
+      ValueError: if `policy`, `rules` or another argument cannot be read, or, when called, if a
+        rule matches nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_kit
@@ -128,12 +137,18 @@ def autocast(
                 rules=rules,
                 products=products,
                 recompute=recompute,
+                reduce_dtype=reduce_dtype,
             )
         )
     check_function(fun)
     policy = policy_to_compute(policy)
     casting = Casting(
-        fun, policy, _compiled(rules or {}), Flow(_names(products)), _price(recompute)
+        fun,
+        policy,
+        _compiled(rules or {}),
+        Flow(_names(products)),
+        _price(recompute),
+        is_summed_wide=_is_wide(reduce_dtype),
     )
 
     @functools.wraps(fun)
@@ -217,6 +232,15 @@ def _price(recompute: bool | float | str) -> float | None:
             '"most" for the least memory, or a number of bytes that may be moved to keep one less.'
         )
     return float(recompute)
+
+
+def _is_wide(reduce_dtype: str | None) -> bool:
+    if reduce_dtype not in (None, "float32"):
+        raise ValueError(
+            f'reduce_dtype is {reduce_dtype!r}: write "float32" for sums of gradients that are '
+            "not rounded, or leave it out for sums in what products compute in."
+        )
+    return reduce_dtype is not None
 
 
 def _names(products: Iterable[str]) -> frozenset[str]:

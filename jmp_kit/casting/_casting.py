@@ -36,6 +36,7 @@ class Casting(NamedTuple):
     price: float | None  # see Planner
     of_module: bool = False  # see Rules
     is_gradient: bool = False  # taken by jmp_kit, after rules were applied and with a scale chosen
+    is_summed_wide: bool = False  # see Planner
 
     @property
     def halves(self) -> list[np.dtype]:
@@ -151,7 +152,8 @@ class Casting(NamedTuple):
             reaches=[False] * len(jaxpr.outvars),
             whole=[True] * len(jaxpr.outvars),
         )
-        planner = Planner(self.halves[0], self.flow, self.price, States(self.flow))
+        states, wide = States(self.flow), self.is_summed_wide
+        planner = Planner(self.halves[0], self.flow, self.price, states, wide)
         plan = planner.plan(jaxpr, known)
         if plans is not None:
             plans.append(plan)

@@ -1,7 +1,7 @@
 """Evaluating a plan, step by step. Everything was decided before."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -84,7 +84,8 @@ def _part(jaxpr: Jaxpr, part: Part, env: Env) -> None:
                         x = _stored(x, part.stored[v])
                 values[v] = x
         for eqn, half in part.products:
-            values.update(zip(eqn.outvars, _closed(jaxpr, eqn, half, values), strict=True))
+            made = _closed(jaxpr, eqn, half, values, part.wide)
+            values.update(zip(eqn.outvars, made, strict=True))
         return [values[v] for v in part.results]
 
     if part.saveable:
@@ -120,24 +121,37 @@ def _stored(x: Any, stored: Stored) -> Any:
             return half
 
 
-def _closed(jaxpr: Jaxpr, eqn: JaxprEqn, half: np.dtype | None, env: Mapping[Var, Any]) -> Any:
+def _closed(
+    jaxpr: Jaxpr,
+    eqn: JaxprEqn,
+    half: np.dtype | None,
+    env: Mapping[Var, Any],
+    wide: Set[Var] = frozenset(),
+) -> Any:
     """The results of a product, or of a kernel that runs as it was traced."""
     if half is None:
         function, invars = cut_out(jaxpr, [eqn], eqn.outvars)
         return function(*(widen(env[v], v) for v in invars))
-    return _in_dtype(jaxpr, eqn if marked_dtype(eqn) else marked(eqn, half), half, env)
+    return _in_dtype(jaxpr, eqn if marked_dtype(eqn) else marked(eqn, half), half, env, wide)
 
 
-def _in_dtype(jaxpr: Jaxpr, eqn: JaxprEqn, dtype: np.dtype, env: Mapping[Var, Any]) -> Any:
-    """An equation's results, what is float32 in it in this dtype."""
+def _in_dtype(
+    jaxpr: Jaxpr,
+    eqn: JaxprEqn,
+    dtype: np.dtype,
+    env: Mapping[Var, Any],
+    wide: Set[Var] = frozenset(),
+) -> Any:
+    """An equation's results, what is float32 in it in this dtype, but for what is to stay wide."""
 
     def in_dtype(atom: Atom) -> Var:
-        return retyped(atom, dtype if is_float32(atom) else atom.aval.dtype)
+        is_half = is_float32(atom) and not (is_var(atom) and atom in wide)
+        return retyped(atom, dtype if is_half else atom.aval.dtype)
 
     invars, outvars = ([in_dtype(a) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
     params = dict(eqn.params)
     if "preferred_element_type" in params and is_float32(eqn.outvars[0]):
-        params["preferred_element_type"] = dtype
+        params["preferred_element_type"] = outvars[0].aval.dtype
     other = eqn.replace(invars=invars, outvars=outvars, params=params)
     function, _ = cut_out(jaxpr, [other], outvars)
     with _named(eqn):

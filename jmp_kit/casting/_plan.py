@@ -1,7 +1,7 @@
 """The plan: what is to become of a program, as data. Nothing here decides, and nothing computes."""
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +77,7 @@ class Part(NamedTuple):
     stored: Mapping[Var, Stored]
     products: Sequence[tuple[JaxprEqn, np.dtype | None]]  # what each computes in; a kernel as it is
     results: Sequence[Var]  # of segment and products, what others take
+    wide: Set[Var]  # of results of products, what they give in float32
     halved: Mapping[Var, np.dtype]  # what only products take of its arguments, to be kept so
     saveable: Callable[..., bool] | None  # by which primitives what is made is kept for a backward
     # pass that JAX makes, and the rest is computed again; None: nothing is

@@ -59,6 +59,10 @@ _SOLVERS = ("custom_linear_solve",)
 _CHECKPOINTS = ("remat2", "checkpoint")
 
 
+# What gives float32 of half operands at the speed of half.
+_SUMMED_WIDE = ("dot_general", "ragged_dot_general")
+
+
 class Program(NamedTuple):
     """A jaxpr and what is known of its variables."""
 
@@ -94,6 +98,7 @@ class Planner:
     flow: Flow
     price: float | None  # of a byte kept, in bytes moved; None: nothing is computed again
     states: States
+    is_summed_wide: bool = False  # gradients of weights, by devices
     # That the program is inside of, the outermost first.
     calls: tuple[JaxprEqn, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -197,10 +202,17 @@ class Planner:
             stored=stored,
             products=[(e, self._dtype_of(e)) for e in products],
             results=results,
+            wide={v for e in products if self._sums(program, e) for v in e.outvars},
             halved=dict.fromkeys(filter(is_float32, unmarked - taken - given), self.half),
             saveable=self._saveable if self.price is not None and is_repeated else None,
             biases=dict(self._biases(program, products, there)),
         )
+
+    def _sums(self, program: Program, product: JaxprEqn) -> bool:
+        """Whether it gives a gradient in float32. A convolution would multiply in float32, too."""
+        is_last = program.reaching.isdisjoint(product.outvars)
+        is_backward_of = is_last and is_backward(stack_of(product, self.calls))
+        return self.is_summed_wide and is_backward_of and product.primitive.name in _SUMMED_WIDE
 
     def _saveable(self, primitive: Any, *_: Any, **__: Any) -> bool:
         # A product in a segment is one of a full-precision region.
