@@ -99,7 +99,11 @@ def test_flax_is_loaded_on_first_use():
     assert (told[0], told[-1]) == ("False True", "True True")
 
 
-def test_help_lists_what_there_is():
+def test_help_lists_what_there_is(monkeypatch):
+    linen = jmp_kit.linen
+    monkeypatch.delattr(jmp_kit, "linen")
+    assert jmp_kit.linen is linen
+    assert dir(jmp_kit) == sorted(jmp_kit.__all__)
     assert all(f"`{name}`" in jmp_kit.__doc__ for name in jmp_kit.__all__ if name[0] != "_")
     with pytest.raises(AttributeError, match="module 'jmp_kit' has no attribute 'autocasts'"):
         _ = jmp_kit.autocasts

@@ -140,12 +140,3 @@ def test_a_float64_batch_is_named():
             autocast(lambda w, batch: batch["image"] @ w.astype("float64"), "half")(w, batch)
         # Beside products, it is nobody's business.
         autocast(lambda w, t: (w @ w, t * 2), "half")(w, batch["image"])
-
-
-@pytest.mark.parametrize("apply", ["linen", "nnx"])
-def test_a_policy_is_applied_once(apply):
-    module = Linear() if apply == "linen" else nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-    framework = __import__(f"jmp_kit.{apply}", fromlist=["apply_policy"])
-    under = framework.apply_policy(module, "mixed_bfloat16")
-    with pytest.raises(ValueError, match="under the policy p=f32,c=bf16,o=f32 already"):
-        framework.apply_policy(under, "mixed_float16")
