@@ -13,7 +13,7 @@ import pytest
 
 import jmp_kit
 from jmp_kit.linen import apply_policy
-from tests.test_nnx_uses import POLICIES, assert_like
+from tests.test_nnx_uses import POLICIES, assert_like, policies
 
 # optax itself promotes: see the fixture.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -214,7 +214,7 @@ USES = [initialised, applied, attributes, bound, tabulated, of_parts, as_a_part,
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-@pytest.mark.parametrize("policy", POLICIES)
+@policies
 def test_what_can_be_done_with_a_module(use, policy):
     tolerance = POLICIES[policy] * (3 if use is trained else 1)
     assert_like(use(wrapping(policy)), use(wrapping(None)), tolerance)

@@ -14,6 +14,7 @@ from flax import nnx
 
 import jmp_kit
 from jmp_kit.nnx import apply_policy
+from tests.compiling import quick_or_slow
 
 # optax itself promotes: see the fixture.
 pytestmark = [
@@ -221,10 +222,11 @@ def assert_like(found, expected, tolerance):
 
 
 POLICIES = {"float32": 1e-6, "mixed_bfloat16": 0.05, "mixed_float16": 0.01}
+policies = pytest.mark.parametrize("policy", quick_or_slow(POLICIES, ["float32", "mixed_bfloat16"]))
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-@pytest.mark.parametrize("policy", POLICIES)
+@policies
 def test_what_can_be_done_with_a_model(use, policy):
     expected = use(made(None))
     # The updates of Adam's first steps are signs.
@@ -252,7 +254,7 @@ def test_a_model_is_shown(policy):
     assert all(word in table for word in ("Tabled Summary", "first", "last", "Linear"))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@policies
 def test_what_a_model_sows_is_captured(policy):
     expected, found = (
         nnx.capture(lambda model, x: model(x), nnx.Intermediate)(made(name, Tabled), X)
