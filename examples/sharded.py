@@ -39,11 +39,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jmp_kit
 import jmp_kit.checkpoint
-from examples import digits, gpt
+from examples import digits, gpt, gpt_model
 from examples.stdlib_text import load_text
 
 LAYOUTS = ("data", "fully_sharded", "tensor")
-CONFIG = gpt.Config(layers=2, heads=8, width=64, time=32, batch=16, accumulate=1, warmup=20)
+CONFIG = gpt_model.Config(layers=2, heads=8, width=64, time=32, batch=16, accumulate=1, warmup=20)
 
 
 def make_mesh(layout: str) -> Mesh:
@@ -145,7 +145,7 @@ def train(
     optimizer = jmp_kit.mixed_precision(optax.adamw(schedule), loss_scale, axis_name="data")
 
     def start() -> tuple[Any, Any]:
-        params = policy.cast_to_param(nnx.state(gpt.GPT(config, nnx.Rngs(seed)), nnx.Param))
+        params = policy.cast_to_param(nnx.state(gpt_model.GPT(config, nnx.Rngs(seed)), nnx.Param))
         return params, optimizer.init(params)
 
     # Made where they belong: nothing is ever whole in one place.
@@ -163,7 +163,7 @@ def train(
     )
     specs, state_specs = jax.tree.map(lambda sharding: sharding.spec, places)
     params, opt_state = jax.jit(start, out_shardings=places)()
-    shape = nnx.eval_shape(lambda: gpt.GPT(config, nnx.Rngs(seed)))
+    shape = nnx.eval_shape(lambda: gpt_model.GPT(config, nnx.Rngs(seed)))
     step_fn = make_step(mesh, policy, optimizer, shape, specs, state_specs)
 
     text, _ = load_text()

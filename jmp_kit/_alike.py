@@ -1,5 +1,6 @@
 """Classes that pass for the ones they are made of."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,8 +28,14 @@ def alike(made: Any, kind: type, make: Callable[..., type], *arguments: Any) -> 
 
 def plain(made: type) -> type:
     """What a class was made of; any other class itself."""
-    kind: type = getattr(made, "jmp_kit_made_of", made)
+    kind: type = vars(made).get("jmp_kit_made_of", made)
     return kind
+
+
+def public_methods(kind: type, base: type) -> dict[str, Any]:
+    """What may be a method that is called from outside: `__call__`, and names that `base` lacks."""
+    public = (n for n in dir(kind) if not n.startswith("_") and not hasattr(base, n))
+    return {n: inspect.getattr_static(kind, n, None) for n in ("__call__", *public)}
 
 
 def become(x: Any, kind: type) -> None:

@@ -17,7 +17,7 @@ from flax.core import lift
 from flax.linen.transforms import lift_transform
 from jax.typing import DTypeLike
 
-from jmp_kit._alike import alike, become, plain
+from jmp_kit._alike import alike, become, plain, public_methods
 from jmp_kit._policy import Policy, as_policy
 from jmp_kit._tree import at_least_float32, cast_like
 from jmp_kit.casting import autocast, autocast_method
@@ -108,11 +108,9 @@ def _with_methods_of(kind: type[nn.Module], call: Callable[..., Any]) -> Callabl
 
 
 def _methods(kind: type[nn.Module]) -> list[str]:
-    public = [n for n in dir(kind) if not n.startswith("_") and not hasattr(nn.Module, n)]
-    found = {name: inspect.getattr_static(kind, name, None) for name in ("__call__", *public)}
     return [
         name
-        for name, value in found.items()
+        for name, value in public_methods(kind, nn.Module).items()
         if inspect.isfunction(value) and not getattr(value, "nowrap", False)
     ]
 

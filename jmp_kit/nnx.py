@@ -26,7 +26,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jmp_kit import optim
-from jmp_kit._alike import alike, become, plain
+from jmp_kit._alike import alike, become, plain, public_methods
 from jmp_kit._grad import value_and_grad_by, without_value
 from jmp_kit._loss_scale import LossScale
 from jmp_kit._policy import Policy, as_policy
@@ -109,24 +109,22 @@ def _under_policy(
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nnx.Module) -> Iterator[None]:
+def _as_it_was(model: nnx.Module, kind: type[nnx.Module]) -> Iterator[None]:
     """While a method runs: what it calls of its model is under the policy already."""
-    kind = type(model)
-    become(model, plain(kind))
+    under = type(model)
+    become(model, kind)
     try:
         yield
     finally:
-        become(model, kind)
+        become(model, under)
 
 
 def _methods(kind: type[nnx.Module]) -> list[str]:
     """What can be called on a model and is its own, by whatever decorator."""
-    public = [n for n in dir(kind) if not n.startswith("_") and not hasattr(nnx.Module, n)]
-    found = {name: inspect.getattr_static(kind, name, None) for name in ("__call__", *public)}
     no_method = staticmethod, classmethod, property, type
     return [
         name
-        for name, value in found.items()
+        for name, value in public_methods(kind, nnx.Module).items()
         if hasattr(value, "__get__")
         and not isinstance(value, no_method)
         and (callable(value) or isinstance(value, functools.partialmethod))
@@ -137,7 +135,7 @@ def _method(
     kind: type[nnx.Module], name: str, policy: Policy, rules: tuple[tuple[str, Any], ...]
 ) -> Callable[..., Any]:
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with _as_it_was(model):
+        with _as_it_was(model, kind):
             return getattr(model, name)(*args, **kwargs)
 
     cast = autocast_method(call, policy.with_output_dtype(jnp.float32), dict(rules))
@@ -181,7 +179,7 @@ def paths(model: nnx.Module, *args: Any, **kwargs: Any) -> Paths:
 
     def run(model: Any, *args: Any, **kwargs: Any) -> Any:
         merged: Any = nnx.merge(graphdef, model)
-        with _as_it_was(merged):
+        with _as_it_was(merged, plain(type(merged))):
             return merged(*args, **kwargs)
 
     return product_paths(run, state, *args, **kwargs)

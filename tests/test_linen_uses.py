@@ -250,3 +250,8 @@ def test_what_parameters_begin_with_is_made_in_float32():
     module = nn.Dense(6, kernel_init=orthogonal)
     model = apply_policy(module, "mixed_bfloat16")
     assert_like(model.init(KEYS, X), module.init(KEYS, X), 0)
+
+
+def test_what_flax_makes_of_a_class_under_a_policy_keeps_what_that_does():
+    rematerialised = nn.remat(apply_policy(nn.Dense, "half"))
+    assert issubclass(apply_policy(rematerialised, "mixed_bfloat16"), rematerialised)

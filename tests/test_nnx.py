@@ -465,3 +465,14 @@ def test_a_method_need_not_use_what_a_rule_names():
     model.features(WORDS)
     with pytest.raises(ValueError, match="The rule 'haed' matches no product"):
         typo.features(WORDS)
+
+
+def test_an_argument_that_is_called_like_the_parts_of_a_model_keeps_its_path():
+    def loss_fn(model, extra):
+        return jnp.sum(model(WORDS) @ extra["states"]["w"]["kernel"])
+
+    extra = {"states": {"w": {"kernel": jnp.ones((4, 2))}}}
+    rules = {"^extra/states/w/kernel$": "float32", "^model/kernel": "float16"}
+    half = jmp_kit.autocast(loss_fn, "mixed_bfloat16", rules=rules)
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    assert dtypes_of(lambda extra: half(model, extra), extra) == ["float16", "float32"]

@@ -129,8 +129,7 @@ def _as_before(x: Any, path: Any, before: Any) -> Any:
 
 def _named(path: Any, names: list[str]) -> str:
     """The path of an array in `(args, kwargs)`, whose models are taken apart."""
-    keys = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    which, key, *inside = keys
-    if inside[:1] == ["states"]:  # of a model, and its only part
+    which, key, *inside = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    if len(path) > 2 and getattr(path[2], "name", "") == "states":  # an attribute, of a model
         inside = inside[2:]
     return "/".join((names[int(key)] if which == "0" else key, *inside))
