@@ -1,15 +1,9 @@
 """A policy for Flax nnx models, which stay as they are.
 
 model = jmp_kit.nnx.apply_policy(Network(rngs=nnx.Rngs(0)), "mixed_float16", {"head": "float32"})
-transform = jmp_kit.mixed_precision(optax.adamw(3e-4), jmp_kit.DynamicLossScale())
-optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
 
-@nnx.jit
-def train_step(model, optimizer, x, y):
-    loss_scale = jmp_kit.loss_scale_of(optimizer.opt_state)
-    loss, grads = jmp_kit.nnx.value_and_grad(loss_fn, loss_scale)(model, x, y)
-    optimizer.update(model, grads)
-    return loss
+`value_and_grad` scales the loss, an `nnx.Optimizer` of `jmp_kit.mixed_precision` does the rest:
+`examples/minimal_nnx.py` is a whole training.
 """
 
 import contextlib
