@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jmp_kit import NoOpLossScale, autocast, numerics, value_and_grad
 
@@ -48,24 +49,34 @@ def test_a_gradient_is_made_in_the_dtype_that_it_is_summed_in(way, reduce_dtype,
     assert {p.out_dtype for p in found if p not in weights} == {"bfloat16"}
 
 
+H200 = numerics.TARGETS["h200"]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+@pytest.mark.parametrize("libraries", [False, True])
 @ways
-def test_devices_sum_what_is_asked_for(way):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
-    params = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
+def test_h200s_sum_what_is_asked_for(way, libraries):
+    found = topologies.get_topology_desc(
+        "", "cuda", target_config=H200.description, topology="1x8x1"
+    )
+    mesh = Mesh(np.array(found.devices), ("data",))
 
     def sums(**options):
-        text = jax.jit(way(**options)).lower(params, x).as_text()
-        assert "stablehlo.dot_general" in text
-        return [
-            re.search(r"-> tensor<[\dx]*x(\w+)>", line)[1]
-            for line in text.splitlines()
-            if "dot_general" in line and "tensor<16x16x" in line.rpartition("->")[2]
-        ]
+        def at(tree, *axes):
+            sharding = NamedSharding(mesh, PartitionSpec(*axes))
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+            )
 
-    # XLA puts a sum by devices behind the product that makes what they sum.
-    assert sums() == 2 * ["bf16"]
-    assert sums(reduce_dtype="float32") == 2 * ["f32"]
+        lowered = jax.jit(way(**options)).trace(at(PARAMS), at(X, "data")).lower()
+        compiler = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": not libraries}
+        text = lowered.compile(compiler_options=compiler).as_text()
+        found = re.findall(r"= (.*?) all-reduce(?:-start)?\(", text)
+        return {dtype for results in found for dtype in re.findall(r"(\w+)\[\d", results)}
+
+    assert sums() == {"bf16"}
+    assert sums(reduce_dtype="float32") == {"f32"}
 
 
 def test_a_gradient_that_is_not_rounded_is_nearer_and_micro_batches_add_up():
