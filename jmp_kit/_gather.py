@@ -36,7 +36,7 @@ def gather_params(
     `autocast` it is gathered again instead, and nothing else is computed twice that is not anyway.
 
     Under plain `jit` the partitioner does the same by itself: it gathers what `autocast` has cast,
-    and sums gradients in the dtype of the product that made them, which is half.
+    and sums gradients in the `reduce_dtype` of `autocast`.
 
     Args:
       params: a pytree of floating-point arrays, this device's part of each.

@@ -9,6 +9,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 import numpy as np
 from jax.typing import DTypeLike
 
+from jmp_kit._dtypes import parse_dtype
 from jmp_kit._policy import Policy, policy_to_compute
 from jmp_kit.casting._casting import Casting
 from jmp_kit.casting._misused import NO_CONTEXT, check_function, policy_alone
@@ -35,7 +36,7 @@ def autocast(
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
     products: Iterable[str] = PRODUCTS,
     recompute: bool | float | Literal["most"] = True,
-    reduce_dtype: Literal["float32"] | None = None,
+    reduce_dtype: DTypeLike = np.float32,
 ) -> Callable[P, R]: ...
 
 
@@ -47,7 +48,7 @@ def autocast(
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
     products: Iterable[str] = PRODUCTS,
     recompute: bool | float | Literal["most"] = True,
-    reduce_dtype: Literal["float32"] | None = None,
+    reduce_dtype: DTypeLike = np.float32,
 ) -> Wrap: ...
 
 
@@ -58,7 +59,7 @@ def autocast(
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
     products: Iterable[str] = PRODUCTS,
     recompute: bool | float | Literal["most"] = True,
-    reduce_dtype: Literal["float32"] | None = None,
+    reduce_dtype: DTypeLike = np.float32,
 ) -> Any:
     """The same function with its products in half and everything between them in float32.
 
@@ -102,12 +103,12 @@ def autocast(
         the backward pass is part of the program: in a wrapped train step and in
         `jmp_kit.value_and_grad`. Around a loss that `jax.grad` differentiates, segments between
         products are computed again, or not.
-      reduce_dtype: what weights' gradients are summed in, by devices under `jit` with shardings and
-        over micro-batches. Left out, the product that makes one gives it in half, and so it goes
-        over the wire. With "float32" the product gives float32, which is never rounded; its
-        operands are half, but those of a convolution would not be, whose gradients stay half. It
-        counts where the backward pass is part of the program, as with `recompute`, and costs two
-        bytes a parameter, written and read.
+      reduce_dtype: what weights' gradients are summed in, by devices under `jit` with shardings:
+        float32, or the compute dtype, to send half the bytes. The product that makes a gradient
+        multiplies halves either way. In float32 it is rounded after the sum; in a loop that adds
+        gradients up, over micro-batches, it is not. It counts where the backward pass is part of
+        the program, as with `recompute`. Gradients of convolutions are summed in half: in float32
+        their products would be, too.
 
     Returns:
       A function of the same arguments. Arrays among them are traced, whatever else there is is
@@ -148,7 +149,7 @@ def autocast(
         _compiled(rules or {}),
         Flow(_names(products)),
         _price(recompute),
-        is_summed_wide=_is_wide(reduce_dtype),
+        is_summed_wide=_is_summed_wide(reduce_dtype, policy),
     )
 
     @functools.wraps(fun)
@@ -234,13 +235,14 @@ def _price(recompute: bool | float | str) -> float | None:
     return float(recompute)
 
 
-def _is_wide(reduce_dtype: str | None) -> bool:
-    if reduce_dtype not in (None, "float32"):
+def _is_summed_wide(reduce_dtype: DTypeLike, policy: Policy) -> bool:
+    dtype, compute = parse_dtype(reduce_dtype), policy.compute_dtype
+    if dtype not in (np.float32, compute) and compute != np.float32:
         raise ValueError(
-            f'reduce_dtype is {reduce_dtype!r}: write "float32" for sums of gradients that are '
-            "not rounded, or leave it out for sums in what products compute in."
+            f"reduce_dtype is {dtype}, but products give {compute}: write float32 for sums of "
+            f"gradients that lose nothing, or {compute} for half the bytes between devices."
         )
-    return reduce_dtype is not None
+    return dtype == np.float32
 
 
 def _names(products: Iterable[str]) -> frozenset[str]:

@@ -36,7 +36,7 @@ class Casting(NamedTuple):
     price: float | None  # see Planner
     of_module: bool = False  # see Rules
     is_gradient: bool = False  # taken by jmp_kit, after rules were applied and with a scale chosen
-    is_summed_wide: bool = False  # see Planner
+    is_summed_wide: bool = True  # see Planner
 
     @property
     def halves(self) -> list[np.dtype]:

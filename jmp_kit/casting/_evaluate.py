@@ -1,7 +1,7 @@
 """Evaluating a plan, step by step. Everything was decided before."""
 
 import contextlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,7 +84,10 @@ def _part(jaxpr: Jaxpr, part: Part, env: Env) -> None:
                         x = _stored(x, part.stored[v])
                 values[v] = x
         for eqn, half in part.products:
-            made = _closed(jaxpr, eqn, half, values, part.wide)
+            if half is not None and eqn.outvars[0] in part.summed:
+                made = [_summed(jaxpr, eqn, half, values, part.summed[eqn.outvars[0]])]
+            else:
+                made = _closed(jaxpr, eqn, half, values)
             values.update(zip(eqn.outvars, made, strict=True))
         return [values[v] for v in part.results]
 
@@ -126,38 +129,62 @@ def _closed(
     eqn: JaxprEqn,
     half: np.dtype | None,
     env: Mapping[Var, Any],
-    wide: Set[Var] = frozenset(),
 ) -> Any:
     """The results of a product, or of a kernel that runs as it was traced."""
     if half is None:
         function, invars = cut_out(jaxpr, [eqn], eqn.outvars)
         return function(*(widen(env[v], v) for v in invars))
-    return _in_dtype(jaxpr, eqn if marked_dtype(eqn) else marked(eqn, half), half, env, wide)
+    return _in_dtype(jaxpr, eqn if marked_dtype(eqn) else marked(eqn, half), half, env)
 
 
-def _in_dtype(
-    jaxpr: Jaxpr,
-    eqn: JaxprEqn,
-    dtype: np.dtype,
-    env: Mapping[Var, Any],
-    wide: Set[Var] = frozenset(),
+def _summed(
+    jaxpr: Jaxpr, eqn: JaxprEqn, half: np.dtype, env: Mapping[Var, Any], dtype: np.dtype
 ) -> Any:
-    """An equation's results, what is float32 in it in this dtype, but for what is to stay wide."""
+    """The result of a product of halves, in float32 where devices sum it up, then in this dtype.
 
-    def in_dtype(atom: Atom) -> Var:
-        is_half = is_float32(atom) and not (is_var(atom) and atom in wide)
-        return retyped(atom, dtype if is_half else atom.aval.dtype)
+    Its derivatives are products in half: those of a product that gives float32 take float32.
+    """
+    eqn = eqn if marked_dtype(eqn) else marked(eqn, half)
+    as_half, operands = _retyped(jaxpr, eqn, half, half, env)
+    as_wide, _ = _retyped(jaxpr, eqn, half, np.dtype(np.float32), env)
 
-    invars, outvars = ([in_dtype(a) for a in atoms] for atoms in (eqn.invars, eqn.outvars))
+    @jax.custom_jvp
+    def summed(*operands: Any) -> Any:
+        [result] = as_wide(*operands)
+        return cast(result, dtype)
+
+    def derivative(operands: Any, tangents: Any) -> Any:
+        _, [tangent] = jax.jvp(as_half, operands, tangents)
+        return summed(*operands), cast(tangent, dtype)
+
+    summed.defjvp(derivative)
+    return summed(*operands)
+
+
+def _in_dtype(jaxpr: Jaxpr, eqn: JaxprEqn, dtype: np.dtype, env: Mapping[Var, Any]) -> Any:
+    """An equation's results, what is float32 in it in this dtype."""
+    function, operands = _retyped(jaxpr, eqn, dtype, dtype, env)
+    return function(*operands)
+
+
+def _retyped(
+    jaxpr: Jaxpr, eqn: JaxprEqn, taken: np.dtype, given: np.dtype, env: Mapping[Var, Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """An equation, float32 in it in these dtypes, as a function, and what it is called with."""
+
+    def in_dtype(atom: Atom, dtype: np.dtype) -> Var:
+        return retyped(atom, dtype if is_float32(atom) else atom.aval.dtype)
+
+    invars = [in_dtype(a, taken) for a in eqn.invars]
+    outvars = [in_dtype(a, given) for a in eqn.outvars]
     params = dict(eqn.params)
     if "preferred_element_type" in params and is_float32(eqn.outvars[0]):
-        params["preferred_element_type"] = outvars[0].aval.dtype
+        params["preferred_element_type"] = given
     other = eqn.replace(invars=invars, outvars=outvars, params=params)
     function, _ = cut_out(jaxpr, [other], outvars)
     with _named(eqn):
         operands = (_read(a, env) for a in eqn.invars)
-        given = [cast(x, v.aval.dtype) for x, v in zip(operands, invars, strict=True)]
-    return function(*given)
+        return function, [cast(x, v.aval.dtype) for x, v in zip(operands, invars, strict=True)]
 
 
 def _call(jaxpr: Jaxpr, call: Call, env: Mapping[Var, Any]) -> Sequence[Any]:

@@ -1,7 +1,7 @@
 """The plan: what is to become of a program, as data. Nothing here decides, and nothing computes."""
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,7 +77,8 @@ class Part(NamedTuple):
     stored: Mapping[Var, Stored]
     products: Sequence[tuple[JaxprEqn, np.dtype | None]]  # what each computes in; a kernel as it is
     results: Sequence[Var]  # of segment and products, what others take
-    wide: Set[Var]  # of results of products, what they give in float32
+    summed: Mapping[Var, np.dtype]  # of results of products, what is float32 in them, summed up by
+    # devices, and then in this dtype
     halved: Mapping[Var, np.dtype]  # what only products take of its arguments, to be kept so
     saveable: Callable[..., bool] | None  # by which primitives what is made is kept for a backward
     # pass that JAX makes, and the rest is computed again; None: nothing is

@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting import _loops as loops
 from jmp_kit.casting import _plan
+from jmp_kit.casting._accumulated import is_accumulated
 from jmp_kit.casting._biases import bias_of
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._joined import joined
@@ -59,7 +60,9 @@ _SOLVERS = ("custom_linear_solve",)
 _CHECKPOINTS = ("remat2", "checkpoint")
 
 
-# What gives float32 of half operands at the speed of half.
+_LOOPS = ("scan", "while")
+
+# What gives float32 of half operands at the speed of half. A convolution would multiply in it.
 _SUMMED_WIDE = ("dot_general", "ragged_dot_general")
 
 
@@ -98,7 +101,7 @@ class Planner:
     flow: Flow
     price: float | None  # of a byte kept, in bytes moved; None: nothing is computed again
     states: States
-    is_summed_wide: bool = False  # gradients of weights, by devices
+    is_summed_wide: bool  # gradients of weights, by devices
     # That the program is inside of, the outermost first.
     calls: tuple[JaxprEqn, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -202,17 +205,24 @@ class Planner:
             stored=stored,
             products=[(e, self._dtype_of(e)) for e in products],
             results=results,
-            wide={v for e in products if self._sums(program, e) for v in e.outvars},
+            summed=dict(self._summed(program, products)),
             halved=dict.fromkeys(filter(is_float32, unmarked - taken - given), self.half),
             saveable=self._saveable if self.price is not None and is_repeated else None,
             biases=dict(self._biases(program, products, there)),
         )
 
-    def _sums(self, program: Program, product: JaxprEqn) -> bool:
-        """Whether it gives a gradient in float32. A convolution would multiply in float32, too."""
-        is_last = program.reaching.isdisjoint(product.outvars)
-        is_backward_of = is_last and is_backward(stack_of(product, self.calls))
-        return self.is_summed_wide and is_backward_of and product.primitive.name in _SUMMED_WIDE
+    def _summed(
+        self, program: Program, products: Sequence[JaxprEqn]
+    ) -> Iterator[tuple[Var, np.dtype]]:
+        """Gradients of weights: products of the backward pass that reach state, or no product."""
+        loops = any(e.primitive.name in _LOOPS for e in self.calls)
+        for eqn in products if self.is_summed_wide else ():
+            v, half = eqn.outvars[0], self._dtype_of(eqn)
+            is_last = v not in program.reaching or v in program.whole
+            is_gradient = is_last and is_backward(stack_of(eqn, self.calls))
+            if half is not None and is_gradient and eqn.primitive.name in _SUMMED_WIDE:
+                wide = loops and is_accumulated(v, program.uses, program.origins)
+                yield v, np.dtype(np.float32) if wide else half
 
     def _saveable(self, primitive: Any, *_: Any, **__: Any) -> bool:
         # A product in a segment is one of a full-precision region.

@@ -37,7 +37,7 @@ def test_a_rule_decides_of_the_backward_products_too():
         return mean_square(jnp.tanh(x @ params["first"]) @ params["last"])
 
     params = {"first": SQUARE[0], "last": SQUARE[1]}
-    half = autocast(loss_fn, "mixed_bfloat16", rules={"last": "float32"})
+    half = autocast(loss_fn, "mixed_bfloat16", rules={"last": "float32"}, reduce_dtype="bfloat16")
     found = products_of(jmp_kit.grad(half, NONE), params, X)
     assert sorted(str(*dtypes) for dtypes in found) == ["bfloat16"] * 2 + ["float32"] * 3
 

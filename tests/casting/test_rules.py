@@ -80,7 +80,9 @@ W = weights((16, 16), (16, 16))
 
 def test_a_name_scope_decides_and_backward_products_share_it():
     assert dtypes_of(autocast(scoped, BF16, rules={"^decoder$": F32}), W, X) == [BF16, F32]
-    step = autocast(jax.grad(scoped), BF16, rules={"decoder": F32})  # backward products within
+    step = autocast(
+        jax.grad(scoped), BF16, rules={"decoder": F32}, reduce_dtype=BF16
+    )  # backward products within
     assert dtypes_of(step, W, X) == [BF16, F32, F32, F32, BF16]
 
 
@@ -152,7 +154,7 @@ def test_a_call_with_a_derivative_rule_is_decided_as_a_whole(dtype):
         def fun(w, x, call=call):
             return mean_square(call(jnp.tanh(call(x, w[0])), w[1]))
 
-        gradient = jax.grad(autocast(fun, BF16, rules={"w/1": dtype}))
+        gradient = jax.grad(autocast(fun, BF16, rules={"w/1": dtype}, reduce_dtype=BF16))
         assert sorted(dtypes_of(gradient, W, X)) == sorted([BF16, dtype] * 3)
 
 

@@ -137,7 +137,7 @@ def test_the_gradient_is_that_of_float32(name):
 
 @pytest.mark.parametrize("name", ["closed_over_in_backward", "asks_what_is_perturbed"])
 def test_products_of_the_rule_are_half_too(name):
-    gradient = jax.grad(autocast(PROGRAMS[name], "mixed_bfloat16"))
+    gradient = jax.grad(autocast(PROGRAMS[name], "mixed_bfloat16", reduce_dtype="bfloat16"))
     assert {frozenset(d) for d in products_of(gradient, W, X)} == {
         frozenset({jnp.dtype(jnp.bfloat16)})
     }

@@ -52,7 +52,7 @@ def distance(a, b):
 @policies
 def test_products_are_half_and_as_many(name, policy):
     fun, params, x = ZOO[name]
-    half = autocast(fun, policy)
+    half = autocast(fun, policy, reduce_dtype=HALVES[policy])
     for take in (lambda f: f, jax.grad) if name != "looping" else (lambda f: f,):
         products = products_of(take(half), params, x)
         assert products
@@ -99,7 +99,8 @@ def test_a_whole_train_step_may_be_wrapped(name):
     def step(params, x):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(fun)(params, x))
 
-    products = products_of(autocast(step, "mixed_bfloat16"), params, x)
+    half = autocast(step, "mixed_bfloat16", reduce_dtype="bfloat16")
+    products = products_of(half, params, x)
     assert all(dtypes == {jnp.dtype(jnp.bfloat16)} for dtypes in products)
     assert len(products) == len(products_of(step, params, x))
     updated = jax.jit(autocast(step, "mixed_bfloat16"))(params, x)
