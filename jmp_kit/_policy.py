@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jmp_kit._dtypes import DTYPE_NAMES, half_dtype, parse_dtype, short_name
+from jmp_kit._dtypes import DTYPE_NAMES, half_dtype, parse_dtype, short_name, stored_dtype
 from jmp_kit._tree import cast_floating
 
 T = TypeVar("T")
@@ -16,12 +16,13 @@ T = TypeVar("T")
 _PRESETS = {
     "mixed_float16": "params=float32,compute=float16,output=float32",
     "mixed_bfloat16": "params=float32,compute=bfloat16,output=float32",
+    "mixed_float8": "params=float32,compute=float8,output=float32",
 }
 _KEYS = {"p": "param", "params": "param", "c": "compute", "compute": "compute"}
 _KEYS |= {"o": "output", "output": "output"}
 
 _HOW_TO_WRITE_A_POLICY = (
-    'Write "mixed_bfloat16" or "mixed_float16", a dtype ("float32"), or pairs such as '
+    'Write "mixed_bfloat16", "mixed_float16" or "mixed_float8", a dtype ("float32"), or pairs such as '
     '"params=float32,compute=bfloat16,output=float32" (p=, c= and o= for short).'
 )
 
@@ -35,11 +36,13 @@ class Policy:
 
     Args:
       param_dtype: the dtype in which parameters are kept; a dtype or its name.
-      compute_dtype: the dtype of matrix products and convolutions.
+      compute_dtype: the dtype of matrix products and convolutions; or float8, for the operands of
+        large matrix products, where the others, and what is stored between them, are bfloat16.
       output_dtype: the dtype of results.
 
     Raises:
-      ValueError: if one is not a floating-point dtype of 16, 32 or 64 bits.
+      ValueError: if one is not a floating-point dtype of 16, 32 or 64 bits; float8 is one to
+        compute in.
 
     Example:
       >>> import jax.numpy as jnp, jmp_kit
@@ -61,7 +64,7 @@ class Policy:
     ) -> None:
         # One spelling inside, so that equal policies are equal however they were written.
         object.__setattr__(self, "param_dtype", parse_dtype(param_dtype))
-        object.__setattr__(self, "compute_dtype", parse_dtype(compute_dtype))
+        object.__setattr__(self, "compute_dtype", parse_dtype(compute_dtype, to_compute=True))
         object.__setattr__(self, "output_dtype", parse_dtype(output_dtype))
 
     def cast_to_param(self, tree: T) -> T:
@@ -74,13 +77,13 @@ class Policy:
         return cast_floating(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
-        """The tree with its floating-point arrays in `compute_dtype`.
+        """The tree with its floating-point arrays in `compute_dtype`, or for float8 in bfloat16.
 
         >>> import jax.numpy as jnp, jmp_kit
         >>> jmp_kit.get_policy("mixed_float16").cast_to_compute(jnp.ones(2)).dtype
         dtype('float16')
         """
-        return cast_floating(tree, self.compute_dtype)
+        return cast_floating(tree, stored_dtype(self.compute_dtype))
 
     def cast_to_output(self, tree: T) -> T:
         """The tree with its floating-point arrays in `output_dtype`.
@@ -110,8 +113,9 @@ def get_policy(policy_name: str) -> Policy:
     """The policy that a string describes.
 
         policy := preset | dtype | key "=" dtype {"," key "=" dtype}
-        preset := "mixed_float16" | "mixed_bfloat16"
+        preset := "mixed_float16" | "mixed_bfloat16" | "mixed_float8"
         dtype  := "half" | "full" | "f16" | "bf16" | "f32" | "f64" | "float16" | …
+                  "f8" | "float8"                                # to compute in
         key    := "p" | "params" | "c" | "compute" | "o" | "output"
 
     A dtype alone stands for all three. Of the keys left out, params is float32, compute follows
@@ -158,10 +162,10 @@ def get_policy(policy_name: str) -> Policy:
             raise ValueError(
                 f"The policy {policy_name!r} gives the {role} dtype twice. {_HOW_TO_WRITE_A_POLICY}"
             )
-        dtypes[role] = _parse(name, policy_name)
+        dtypes[role] = _parse(name, policy_name, to_compute=role == "compute")
     param = dtypes.get("param", jnp.dtype(jnp.float32))
     compute = dtypes.get("compute", param)
-    return Policy(param, compute, dtypes.get("output", compute))
+    return Policy(param, compute, dtypes.get("output", stored_dtype(compute)))
 
 
 def as_policy(policy: Policy | str | DTypeLike) -> Policy:
@@ -170,25 +174,25 @@ def as_policy(policy: Policy | str | DTypeLike) -> Policy:
         return policy
     if isinstance(policy, str):
         return get_policy(policy)
-    return Policy(jnp.float32, parse_dtype(policy), jnp.float32)
+    return Policy(jnp.float32, policy, jnp.float32)
 
 
 def policy_to_compute(policy: Policy | str | DTypeLike) -> Policy:
     """As `as_policy`, but that a dtype's name is what to compute in, as the dtype itself is."""
     if isinstance(policy, str) and "=" not in policy and policy.strip() not in _PRESETS:
-        policy = get_policy(policy).compute_dtype
+        policy = _parse(policy, policy, to_compute=True)
     return as_policy(policy)
 
 
-def _parse(name: str, policy_name: str) -> np.dtype:
+def _parse(name: str, policy_name: str, to_compute: bool = False) -> np.dtype:
     try:
-        return parse_dtype(name.strip())
+        return parse_dtype(name.strip(), to_compute=to_compute)
     except ValueError as error:
         known = (*_PRESETS, *DTYPE_NAMES)
         near = difflib.get_close_matches(name.strip(), known, n=1, cutoff=0.5)
         meant = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"{error}{meant} Presets are {' and '.join(map(repr, _PRESETS))}. (In the policy "
+            f"{error}{meant} Presets are {', '.join(map(repr, _PRESETS))}. (In the policy "
             f"{policy_name!r}.)"
         ) from None
 

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun, primitives
 
+from jmp_kit._dtypes import FLOAT8, stored_dtype
 from jmp_kit._policy import Policy
 from jmp_kit._tree import is_array
 from jmp_kit.casting._differentiated import differentiated_first, has_bound_rules
 from jmp_kit.casting._evaluate import evaluated
+from jmp_kit.casting._float8 import why_half
 from jmp_kit.casting._models import holds_models, on_models
 from jmp_kit.casting._plan import Known, Plan
 from jmp_kit.casting._planner import Planner
@@ -22,7 +24,7 @@ from jmp_kit.casting._state import STATE, States
 from jmp_kit.casting._warned import warn_of, warn_of_unscaled
 from jmp_kit.programs._arguments import flattened, paths_of_arrays
 from jmp_kit.programs._flow import PRODUCTS, Flow
-from jmp_kit.programs._jaxpr import cast, is_float32, opened, primitive_names
+from jmp_kit.programs._jaxpr import cast, every_equation, is_float32, opened, primitive_names
 from jmp_kit.programs._rules import Rules
 
 
@@ -40,9 +42,14 @@ class Casting(NamedTuple):
 
     @property
     def halves(self) -> list[np.dtype]:
-        """What is computed in and has 16 bits, the policy's first."""
-        dtypes = self.policy.compute_dtype, *self.dtypes.values()
+        """What is stored between products and has 16 bits, the policy's first."""
+        dtypes = map(stored_dtype, (self.policy.compute_dtype, *self.dtypes.values()))
         return [dtype for dtype in dtypes if jnp.finfo(dtype).bits == 16]
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether products without a rule are in float8, if they are large."""
+        return self.policy.compute_dtype == FLOAT8
 
     def evaluated(
         self,
@@ -88,9 +95,15 @@ class Casting(NamedTuple):
             given = [*values, *cotangents]
             internal = self._replace(policy=policy.with_output_dtype(jnp.float32))
             gradient = internal._program(function, given, [*paths, *("" for _ in cotangents)])
-            return internal._results(gradient, given, len(cotangents), plans)
 
-        if has_bound_rules(program[0]):
+            def results(*given: Any) -> list[Any]:
+                return internal._results(gradient, given, len(cotangents), plans)
+
+            if self._rounds(gradient[0]):
+                return differentiated_first(function, given, results, pulled_back)
+            return results(*given)
+
+        if has_bound_rules(program[0]) or self._rounds(program[0]):
             return rebuilt(differentiated_first(flat, arrays, results, pulled_back))
         return rebuilt(results(*arrays))
 
@@ -125,16 +138,25 @@ class Casting(NamedTuple):
     def _program(
         self, function: Callable[..., list[Any]], arrays: Any, paths: list[str]
     ) -> tuple[Jaxpr, list[Any]]:
-        with computing_in(self.policy.compute_dtype):
+        with computing_in(stored_dtype(self.policy.compute_dtype)):
             jaxpr, consts = opened(jax.make_jaxpr(function)(*arrays))
         _require_primitives(self.flow.products, jaxpr)
         if self.dtypes and not self.is_gradient:
-            unmarked = self.halves[0]
-            rules = Rules(
-                self.dtypes, self.policy.compute_dtype, unmarked, self.flow, self.of_module
-            )
+            otherwise = None if self.in_float8 else self.policy.compute_dtype
+            unmarked = None if self.in_float8 else self.halves[0]
+            rules = Rules(self.dtypes, otherwise, unmarked, self.flow, self.of_module)
             jaxpr = rules.marked(jaxpr, paths)
         return jaxpr, consts
+
+    def _rounds(self, jaxpr: Jaxpr) -> bool:
+        """Whether products in it are in float8, whose derivatives are not JAX's.
+
+        What rounds to float8 would round its cotangent to float8, too, and without a scale.
+        """
+        if not self.in_float8 and FLOAT8 not in self.dtypes.values():
+            return False
+        products = (e for e, _ in every_equation(jaxpr) if self.flow.is_product(e))
+        return not all(why_half(e, self.in_float8) for e in products)
 
     def _results(
         self,
@@ -153,7 +175,7 @@ class Casting(NamedTuple):
             whole=[True] * len(jaxpr.outvars),
         )
         states, wide = States(self.flow), self.is_summed_wide
-        planner = Planner(self.halves[0], self.flow, self.price, states, wide)
+        planner = Planner(self.halves[0], self.flow, self.price, states, wide, self.in_float8)
         plan = planner.plan(jaxpr, known)
         if plans is not None:
             plans.append(plan)

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit._dtypes import FLOAT8, stored_dtype
 from jmp_kit.casting import _loops as loops
 from jmp_kit.casting import _plan
 from jmp_kit.casting._accumulated import is_accumulated
 from jmp_kit.casting._biases import bias_of
+from jmp_kit.casting._float8 import in_float8
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._joined import joined
 from jmp_kit.casting._parts import acts, is_barrier, parts_of, split_at, sunk
@@ -102,11 +104,13 @@ class Planner:
     price: float | None  # of a byte kept, in bytes moved; None: nothing is computed again
     states: States
     is_summed_wide: bool  # gradients of weights, by devices
+    in_float8: bool = False  # products without a mark, if they are large
     # That the program is inside of, the outermost first.
     calls: tuple[JaxprEqn, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def plan(self, jaxpr: Jaxpr, known: Known) -> Plan:
         """What is to become of a program."""
+        jaxpr = self._in_float8(jaxpr)
         jaxpr, parts = self._repeated(jaxpr, known.depends, known.reaches)
         program = self._read(jaxpr, known)
         stepping = program.states.steps(jaxpr)
@@ -125,6 +129,14 @@ class Planner:
                 steps += self._parts(program, moving, there)
             there.update(v for e in part for v in e.outvars)
         return Plan(jaxpr, steps)
+
+    def _in_float8(self, jaxpr: Jaxpr) -> Jaxpr:
+        products = [e for e in jaxpr.eqns if self.flow.holds_product(e) or self.flow.is_product(e)]
+        if not self.in_float8 and not any(marked_dtype(e) == FLOAT8 for e in products):
+            return jaxpr
+        if _is_gradient(jaxpr):  # where a product is found beside those of its derivatives
+            jaxpr = turned(inlined(jaxpr), self.flow)
+        return in_float8(jaxpr, self.flow, self.in_float8, self.half)
 
     def _repeated(
         self, jaxpr: Jaxpr, depends: Sequence[bool], reaches: Sequence[bool]
@@ -229,7 +241,9 @@ class Planner:
         return primitive.name in self.flow.products or is_kept(primitive.name)
 
     def _dtype_of(self, eqn: JaxprEqn) -> np.dtype | None:
-        return (marked_dtype(eqn) or self.half) if self.flow.is_product(eqn) else None
+        if not self.flow.is_product(eqn):
+            return None
+        return stored_dtype(marked_dtype(eqn) or self.half)
 
     def _biases(
         self, program: Program, products: Sequence[JaxprEqn], there: set[Var]
@@ -275,7 +289,7 @@ class Planner:
             whole=[v in program.whole for v in eqn.outvars],
         )
         is_step = not stepping.isdisjoint(eqn.outvars)
-        half = marked_dtype(eqn) or self.half
+        half = stored_dtype(marked_dtype(eqn) or self.half)
         states = dataclasses.replace(program.states, stepping=is_step)
         inside = dataclasses.replace(self, half=half, states=states, calls=(*self.calls, eqn))
         if eqn.primitive.name in _CHECKPOINTS and self.price is not None:

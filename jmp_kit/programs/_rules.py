@@ -43,8 +43,8 @@ class Rules:
     """Patterns, the first of which to match a path of a product decides its dtype."""
 
     dtypes: Mapping[re.Pattern[str], np.dtype]
-    otherwise: np.dtype
-    unmarked: np.dtype  # what products without a mark compute in
+    otherwise: np.dtype | None
+    unmarked: np.dtype | None  # what products without a mark compute in; None: by their size
     flow: Flow
     of_module: bool = False  # of which only a part may be called: what is not may be named too
 
@@ -71,7 +71,7 @@ class Rules:
         """The program marked, and what paths its products have."""
         return _Marking(self, paths).jaxpr(jaxpr, (), [1 << i for i in range(len(paths))])
 
-    def dtype_of(self, paths: Iterable[str]) -> np.dtype:
+    def dtype_of(self, paths: Iterable[str]) -> np.dtype | None:
         """What a product of these paths computes in."""
         found = (d for p, d in self.dtypes.items() if any(map(p.search, paths)))
         return next(found, self.otherwise)
@@ -138,14 +138,14 @@ class _Marking:
             found = {self.rules.dtype_of(product.paths) for product in products if product.paths}
             widest = max(
                 found,
-                key=lambda d: (d.itemsize, d != self.rules.unmarked),
+                key=lambda d: (d.itemsize if d else 0, d != self.rules.unmarked),
                 default=self.rules.unmarked,
             )
             return self._marked(eqn, widest), results, products
         return with_subjaxprs(eqn, replaced), results, products
 
-    def _marked(self, eqn: JaxprEqn, dtype: np.dtype) -> JaxprEqn:
-        return eqn if dtype == self.rules.unmarked else marked(eqn, dtype)
+    def _marked(self, eqn: JaxprEqn, dtype: np.dtype | None) -> JaxprEqn:
+        return eqn if dtype is None or dtype == self.rules.unmarked else marked(eqn, dtype)
 
     def _paths_of(self, scope: str, operands: Iterable[Origins]) -> frozenset[str]:
         bits = _union([origins for origins in operands if origins is not None]) or 0
