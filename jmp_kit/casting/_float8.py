@@ -24,13 +24,15 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_kit._dtypes import FLOAT8
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import cast, equations_of, is_var, shape_of
-from jmp_kit.programs._marks import marked, marked_dtype
+from jmp_kit.programs._marks import OURS, marked, marked_dtype, stack_of
 
 # Where float8 is faster than half on an H200, of 8,192 tokens: 0.9 times the speed at width 512,
 # 1.0 at 768, 1.1 at 1,024, 1.3 at 2,048 (products at 1,500 TFLOP/s, other kernels at 4.3 TB/s).
 SMALLEST_SIDE, SMALLEST_PRODUCT = 1024, 2**36
 # What the libraries' float8 products need.
 _MULTIPLE = 16
+
+_ROUNDED = f"{OURS}float8_by_"
 
 _LARGEST = float(jnp.finfo(FLOAT8).max)
 # Of which the reciprocal is finite: rows of zeros have a scale, too.
@@ -110,6 +112,30 @@ def in_float8(jaxpr: Jaxpr, flow: Flow, by_size: bool, half: np.dtype) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
+def is_rounding(eqn: JaxprEqn) -> bool:
+    """Whether it is of those that round an operand."""
+    return _ROUNDED in stack_of(eqn)
+
+
+def rounded_twice(segment: Sequence[JaxprEqn]) -> set[Var]:
+    """The values that a segment rounds to float8 in two ways, by rows and by columns."""
+    ways: dict[Var, set[str]] = defaultdict(set)
+    made: set[Var] = set()
+    for eqn in segment:
+        _, named, way = stack_of(eqn).rpartition(_ROUNDED)
+        if named:
+            made.update(eqn.outvars)
+            for atom in filter(is_var, eqn.invars):
+                ways[atom].add(way)
+    return {v for v, found in ways.items() if len(found) > 1 and v not in made}
+
+
+def _named(source: Any, side: _Operand) -> Any:
+    """The names around what rounds an operand: by which axes."""
+    way = "_".join(map(str, side.contracted))
+    return source.replace(name_stack=source.name_stack.extend(f"{_ROUNDED}{way}"))
+
+
 def _operands(eqn: JaxprEqn) -> tuple[_Operand, _Operand]:
     (ac, bc), (ab, bb) = eqn.params["dimension_numbers"]
     a, b = eqn.invars
@@ -138,7 +164,7 @@ def _written(
             copy = _Copy(value, scale, frozenset(side.contracted))
             taken = [side.atom, *([factor.scale] if factor else ())]
             function = _scaled(side, other)
-            yield from equations_of(function, taken, [value, scale], source)
+            yield from equations_of(function, taken, [value, scale], _named(source, side))
             if not factor and is_var(side.atom):
                 copies[side.atom].append(copy)
         found.append(copy)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting import _kernels as kernels
+from jmp_kit.casting._float8 import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Piece, Stored
 from jmp_kit.casting._worth import is_costly
@@ -148,6 +149,7 @@ class _Segment:
             and is_along_rows(eqn)
             and shape_of(operand)[-1] <= _LONGEST
             and eqn.outvars[0] in self.joins
+            and not is_rounding(eqn)
         )
 
     def _joining(self, segment: Sequence[JaxprEqn]) -> set[Var]:
@@ -199,7 +201,8 @@ class _Segment:
             sources = self._fresh(cone)
             key = eqn.primitive.name, shape_of(eqn.invars[0]), tuple(eqn.params["axes"])
             is_apart = len(sources) > 1 or any(map(is_costly, cone.eqns))
-            is_apart &= not is_along_rows(eqn) and self._is_worth_it(cone, eqn.invars[0])
+            is_apart &= not is_along_rows(eqn) or is_rounding(eqn)
+            is_apart &= self._is_worth_it(cone, eqn.invars[0])
             return Pass(level, key, frozenset(sources), is_apart=is_apart)
         is_whole = not self._is_fused(eqn) and eqn.primitive.name not in _REDUCES
         return Pass(level, (id(eqn),) if is_whole else ())

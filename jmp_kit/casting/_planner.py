@@ -13,7 +13,7 @@ from jmp_kit.casting import _loops as loops
 from jmp_kit.casting import _plan
 from jmp_kit.casting._accumulated import is_accumulated
 from jmp_kit.casting._biases import bias_of
-from jmp_kit.casting._float8 import in_float8
+from jmp_kit.casting._float8 import in_float8, rounded_twice
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._joined import joined
 from jmp_kit.casting._parts import acts, is_barrier, parts_of, split_at, sunk
@@ -193,7 +193,7 @@ class Planner:
         multiplied = {a for e in products for a in e.invars if is_var(a)}
         leaving = multiplied.union(results)
         if program.is_gradient:
-            leaving.update(joined(segment, program.uses))
+            leaving.update(joined(segment, program.uses), rounded_twice(segment))
         made = [v for e in segment for v in e.outvars if v in leaving]
         stored = self._stored(program, segment, made)
         if not program.is_gradient:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._again import Value
+from jmp_kit.casting._float8 import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._worth import is_kept, reduces
 from jmp_kit.programs._flow import Flow
@@ -146,4 +147,4 @@ def _is_whole(eqn: JaxprEqn, flow: Flow) -> bool:
 
 def _is_kept(eqn: JaxprEqn, flow: Flow) -> bool:
     # A product that is no end of a segment is one of a full-precision region.
-    return any(name in flow.products or is_kept(name) for name in names_within(eqn))
+    return is_rounding(eqn) or any(name in flow.products or is_kept(name) for name in names_within(eqn))

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-_OURS = "jmp_kit_"
-_MARK = f"{_OURS}in_"
+OURS = "jmp_kit_"
+_MARK = f"{OURS}in_"
 _TRANSFORM = re.compile(r"\w+\(|\)")  # jvp(…), transpose(jvp(…)), vmap(…)
 
 
@@ -42,7 +42,7 @@ def is_in_full_precision(eqn: JaxprEqn) -> bool:
 def names_in(stack: str) -> str:
     """Of a stack of names ("jvp(Decoder)/lm_head"), those without transformations and marks."""
     names = _TRANSFORM.sub("", stack).split("/")
-    return "/".join(name for name in names if name and not name.startswith(_OURS))
+    return "/".join(name for name in names if name and not name.startswith(OURS))
 
 
 def stack_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn] = ()) -> str:
