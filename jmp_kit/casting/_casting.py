@@ -47,9 +47,11 @@ class Casting(NamedTuple):
         return [dtype for dtype in dtypes if jnp.finfo(dtype).bits == 16]
 
     @property
-    def in_float8(self) -> bool:
-        """Whether products without a rule are in float8, if they are large."""
-        return self.policy.compute_dtype == FLOAT8
+    def in_float8(self) -> bool | None:
+        """Whether products without a rule are in float8, if they are large; None: none is."""
+        if self.policy.compute_dtype == FLOAT8:
+            return True
+        return False if FLOAT8 in self.dtypes.values() else None
 
     def evaluated(
         self,
@@ -95,16 +97,13 @@ class Casting(NamedTuple):
             given = [*values, *cotangents]
             internal = self._replace(policy=policy.with_output_dtype(jnp.float32))
             gradient = internal._program(function, given, [*paths, *("" for _ in cotangents)])
+            return internal._results(gradient, given, len(cotangents), plans)
 
-            def results(*given: Any) -> list[Any]:
-                return internal._results(gradient, given, len(cotangents), plans)
-
-            if self._rounds(gradient[0]):
-                return differentiated_first(function, given, results, pulled_back)
-            return results(*given)
-
-        if has_bound_rules(program[0]) or self._rounds(program[0]):
+        if has_bound_rules(program[0]):
             return rebuilt(differentiated_first(flat, arrays, results, pulled_back))
+        if self._rounds(program[0]):
+            marked = jaxpr_as_fun(ClosedJaxpr(*program))
+            return rebuilt(self._differentiable(marked, arrays, results))
         return rebuilt(results(*arrays))
 
     def differentiated(self, derive: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -148,15 +147,39 @@ class Casting(NamedTuple):
             jaxpr = rules.marked(jaxpr, paths)
         return jaxpr, consts
 
+    def _differentiable(
+        self, fun: Callable[..., Any], arrays: Sequence[Any], results: Callable[..., list[Any]]
+    ) -> list[Any]:
+        """`results(*arrays)`, the derivatives of which, of any order, are programs like it.
+
+        Args:
+          fun: the function, with marks, which go on to products of its derivatives.
+          results: the same, evaluated.
+        """
+        policy = self.policy.with_output_dtype(jnp.float32)
+        internal = self._replace(policy=policy, is_gradient=True)
+
+        def pulled_back(function: Any, values: Any, cotangents: Any) -> list[Any]:
+            given = [*values, *cotangents]
+            gradient = internal._program(function, given, [])
+
+            def results(*given: Any) -> list[Any]:
+                return internal._results(gradient, given, len(cotangents), None)
+
+            return internal._differentiable(function, given, results)
+
+        return differentiated_first(fun, arrays, results, pulled_back)
+
     def _rounds(self, jaxpr: Jaxpr) -> bool:
         """Whether products in it are in float8, whose derivatives are not JAX's.
 
         What rounds to float8 would round its cotangent to float8, too, and without a scale.
         """
-        if not self.in_float8 and FLOAT8 not in self.dtypes.values():
+        by_size = self.in_float8
+        if by_size is None:
             return False
         products = (e for e, _ in every_equation(jaxpr) if self.flow.is_product(e))
-        return not all(why_half(e, self.in_float8) for e in products)
+        return not all(why_half(e, by_size) for e in products)
 
     def _results(
         self,

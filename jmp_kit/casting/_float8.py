@@ -69,7 +69,7 @@ def why_half(eqn: JaxprEqn, by_size: bool) -> str:
     """
     dtype = marked_dtype(eqn)
     if dtype not in (None, FLOAT8):
-        return "so marked"
+        return "a rule says so"
     if dtype is None and not by_size:
         return "policy"
     if eqn.primitive.name != "dot_general":
@@ -188,9 +188,7 @@ def _written(
     yield from equations_of(unscaled, [raw, *scales], [result], source)
 
 
-def _along(
-    side: _Operand, copies: Mapping[Var, list[_Copy]], axes: Sequence[int]
-) -> _Copy | None:
+def _along(side: _Operand, copies: Mapping[Var, list[_Copy]], axes: Sequence[int]) -> _Copy | None:
     """A copy of the operand whose scale lies along these axes, and along those of the batch."""
     if not is_var(side.atom):
         return None
@@ -214,7 +212,9 @@ def _scaled(side: _Operand, other: _Operand) -> Callable[..., Any]:
 
 def _across(scale: Any, other: _Operand, side: _Operand) -> Any:
     """A scale along the axes that the other operand shares, along those of this one."""
-    axes = dict(zip((*side.contracted, *side.batch), (*other.contracted, *other.batch), strict=True))
+    axes = dict(
+        zip((*side.contracted, *side.batch), (*other.contracted, *other.batch), strict=True)
+    )
     scale = lax.squeeze(scale, other.kept)
     left = sorted(axes.values())
     ordered = lax.transpose(scale, [left.index(axes[i]) for i in sorted(axes)])

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit._dtypes import FLOAT8, stored_dtype
+from jmp_kit._dtypes import stored_dtype
 from jmp_kit.casting import _loops as loops
 from jmp_kit.casting import _plan
 from jmp_kit.casting._accumulated import is_accumulated
@@ -104,7 +104,8 @@ class Planner:
     price: float | None  # of a byte kept, in bytes moved; None: nothing is computed again
     states: States
     is_summed_wide: bool  # gradients of weights, by devices
-    in_float8: bool = False  # products without a mark, if they are large
+    # Whether products without a mark are in float8, if they are large; None: none is.
+    in_float8: bool | None = None
     # That the program is inside of, the outermost first.
     calls: tuple[JaxprEqn, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -131,8 +132,7 @@ class Planner:
         return Plan(jaxpr, steps)
 
     def _in_float8(self, jaxpr: Jaxpr) -> Jaxpr:
-        products = [e for e in jaxpr.eqns if self.flow.holds_product(e) or self.flow.is_product(e)]
-        if not self.in_float8 and not any(marked_dtype(e) == FLOAT8 for e in products):
+        if self.in_float8 is None:
             return jaxpr
         if _is_gradient(jaxpr):  # where a product is found beside those of its derivatives
             jaxpr = turned(inlined(jaxpr), self.flow)
@@ -193,7 +193,8 @@ class Planner:
         multiplied = {a for e in products for a in e.invars if is_var(a)}
         leaving = multiplied.union(results)
         if program.is_gradient:
-            leaving.update(joined(segment, program.uses), rounded_twice(segment))
+            leaving.update(joined(segment, program.uses))
+            leaving.update(rounded_twice(segment) if self.in_float8 is not None else ())
         made = [v for e in segment for v in e.outvars if v in leaving]
         stored = self._stored(program, segment, made)
         if not program.is_gradient:

@@ -122,7 +122,8 @@ def _normed(part: Part) -> set[Var]:
     found: set[Var] = set()
     for eqn in part:
         is_made_of_sums = not reduces(eqn) and any(is_var(a) and a in found for a in eqn.invars)
-        if is_made_of_sums or (reduces(eqn) and is_along_rows(eqn)):
+        is_row = reduces(eqn) and is_along_rows(eqn) and not is_rounding(eqn)
+        if is_made_of_sums or is_row:
             found.update(eqn.outvars)
     return found
 
@@ -147,4 +148,5 @@ def _is_whole(eqn: JaxprEqn, flow: Flow) -> bool:
 
 def _is_kept(eqn: JaxprEqn, flow: Flow) -> bool:
     # A product that is no end of a segment is one of a full-precision region.
-    return is_rounding(eqn) or any(name in flow.products or is_kept(name) for name in names_within(eqn))
+    is_kept_by_name = any(name in flow.products or is_kept(name) for name in names_within(eqn))
+    return is_kept_by_name or (reduces(eqn) and is_rounding(eqn))

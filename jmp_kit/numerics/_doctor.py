@@ -1,6 +1,7 @@
 """What this machine computes in half, how fast, and the policy to start with."""
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -9,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jmp_kit._dtypes import FLOAT8
 from jmp_kit.numerics._audit import audit
 from jmp_kit.numerics._progress import line
 from jmp_kit.numerics._tables import table
 
 _HIGHEST = "float32, highest"
-_DTYPES = (_HIGHEST, "float32", "bfloat16", "float16")
+_DTYPES = (_HIGHEST, "float32", "bfloat16", "float16", FLOAT8.name)
 _LARGEST = 8192  # rows of a matrix; 1.1 TFLOP
 _WORTH = 1.2  # times as fast is worth a change
 _SHORTENED = 1.5  # times as fast is more than two runs of the same product differ by
@@ -89,7 +91,7 @@ def doctor(seconds: float = 0.5, on_progress: Callable[[str], None] | None = Non
       >>> import jmp_kit
       >>> found = jmp_kit.numerics.doctor(seconds=0.01)
       >>> [rate.dtype for rate in found.rates]
-      ['float32, highest', 'float32', 'bfloat16', 'float16']
+      ['float32, highest', 'float32', 'bfloat16', 'float16', 'float8_e4m3fn']
       >>> found.policy in ("float32", "mixed_bfloat16", "mixed_float16")
       True
     """
@@ -128,6 +130,12 @@ def recommend(rates: Sequence[Rate]) -> tuple[str, tuple[str, ...]]:
             f"bfloat16 multiplies {faster:.1f} times as fast as float32, and has its range: no "
             "loss scale is needed."
         )
+        eight = rate.get(FLOAT8.name)
+        if eight and eight.is_native and eight.tflops >= _WORTH * bf16.tflops:
+            reasons.append(
+                f"float8 multiplies {eight.tflops / bf16.tflops:.1f} times as fast as bfloat16: "
+                'for models 2,048 wide or wider, compare "mixed_float8" with it.'
+            )
         return "mixed_bfloat16", tuple(reasons)
     if f16.tflops >= _WORTH * full.tflops:
         reasons.append(
@@ -146,9 +154,12 @@ def recommend(rates: Sequence[Rate]) -> tuple[str, tuple[str, ...]]:
 def _compiled(dtype: str, size: int) -> tuple[Callable[[], Any], str]:
     """A product to run, and the dtype that it is computed in."""
     key = jax.random.key(0)
-    operand = jax.random.normal(key, (size, size), jnp.dtype(dtype.partition(",")[0]))
+    given = jnp.dtype(dtype.partition(",")[0])
+    drawn = jnp.dtype(jnp.bfloat16) if given == FLOAT8 else given
+    operand = jax.random.normal(key, (size, size), drawn).astype(given)
+    product = functools.partial(jnp.matmul, preferred_element_type=drawn)
     with jax.default_matmul_precision("highest" if dtype == _HIGHEST else "default"):
-        program = jax.jit(jnp.matmul).lower(operand, operand).compile()
+        program = jax.jit(product).lower(operand, operand).compile()
     found = audit(program).products
     return lambda: program(operand, operand), found[0].lhs_dtype if found else "a library"
 

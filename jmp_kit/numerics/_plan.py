@@ -7,7 +7,8 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jmp_kit._policy import Policy
+from jmp_kit._dtypes import FLOAT8
+from jmp_kit._policy import Policy, policy_to_compute
 from jmp_kit.casting import Stored, plans_of
 from jmp_kit.numerics._planned import PlannedPart, parts_of
 from jmp_kit.numerics._sources import source_of
@@ -131,9 +132,10 @@ def plan(
       ((4, 2), 'carried by a loop, state', 'float32')
     """
     plans = plans_of(fun, policy, *args, rules=rules, **kwargs)
+    in_float8 = policy_to_compute(policy).compute_dtype == FLOAT8
     return Plan(
         values=tuple(_row(stored) for made in plans for stored in made.every_stored()),
-        parts=tuple(part for made in plans for part in parts_of(made)),
+        parts=tuple(part for made in plans for part in parts_of(made, in_float8)),
     )
 
 

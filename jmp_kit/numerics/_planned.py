@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.casting import Barrier, Call, Part, Plan
+from jmp_kit._dtypes import FLOAT8
+from jmp_kit.casting import Barrier, Call, Part, Plan, why_half
 from jmp_kit.numerics._sources import source_of
 from jmp_kit.programs import is_backward, is_float32, is_var, names_in, stack_of
 
@@ -16,26 +18,32 @@ class PlannedPart:
 
     source: str  # "model.py:41", the line of its first product, or of what it ends with
     path: str  # name scopes, in Flax linen the module
-    products: tuple[str, ...]  # "dot_general bfloat16"
+    products: tuple[str, ...]  # "dot_general bfloat16"; beside float8, "…: K is 64"
     passes: int  # over memory, of the operations before the products
     kept: int  # bytes of its results that a backward pass takes from memory
     again: int  # operations of the forward pass that it, of a backward pass, computes once more
     backward: bool
 
 
-def parts_of(plan: Plan, calls: tuple[JaxprEqn, ...] = ()) -> Iterator[PlannedPart]:
-    """Every part, however deep, in order."""
+def parts_of(
+    plan: Plan, in_float8: bool, calls: tuple[JaxprEqn, ...] = ()
+) -> Iterator[PlannedPart]:
+    """Every part, however deep, in order.
+
+    Args:
+      in_float8: whether large products are in float8, so that the others have a reason.
+    """
     taken = _taken_late(plan, calls)
     for step in plan.steps:
         match step:
             case Part():
-                yield _row(step, calls, taken)
+                yield _row(step, calls, taken, in_float8)
             case Call(eqn, bodies):
                 for _, body in bodies:
-                    yield from parts_of(body, (*calls, eqn))
+                    yield from parts_of(body, in_float8, (*calls, eqn))
 
 
-def _row(part: Part, calls: tuple[JaxprEqn, ...], taken: set[Var]) -> PlannedPart:
+def _row(part: Part, calls: tuple[JaxprEqn, ...], taken: set[Var], in_float8: bool) -> PlannedPart:
     segment = [e for piece in part.segment for e in piece.eqns]
     products = [e for e, _ in part.products]
     last = products[:1] or segment[-1:]
@@ -46,12 +54,19 @@ def _row(part: Part, calls: tuple[JaxprEqn, ...], taken: set[Var]) -> PlannedPar
     return PlannedPart(
         source=next((str(source_of(e, calls)) for e in last), ""),
         path=next((names_in(stack_of(e, calls)) for e in last), ""),
-        products=tuple(f"{e.primitive.name} {dtype or 'as traced'}" for e, dtype in part.products),
+        products=tuple(_named(e, dtype, in_float8) for e, dtype in part.products),
         passes=len(part.segment),
         kept=0 if backward else sum(_nbytes(v, v in halves) for v in part.results if v in taken),
         again=sum(not is_backward(stack) for stack in stacks) if backward else 0,
         backward=backward,
     )
+
+
+def _named(eqn: JaxprEqn, dtype: np.dtype | None, in_float8: bool) -> str:
+    taken = {a.aval.dtype for a in eqn.invars}
+    name = f"{eqn.primitive.name} {FLOAT8 if FLOAT8 in taken else dtype or 'as traced'}"
+    why = why_half(eqn, by_size=True) if in_float8 and FLOAT8 not in taken else ""
+    return f"{name}: {why}" if why else name
 
 
 def _nbytes(v: Var, is_half: bool) -> int:

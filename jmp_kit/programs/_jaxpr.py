@@ -204,13 +204,38 @@ def equations_of(
     Args:
       source: the `source_info` that they get.
     """
-    jaxpr, _ = opened(jax.make_jaxpr(function)(*(a.aval for a in operands)))
+    jaxpr = _traced(function, [a.aval for a in operands])
     renamed: dict[Var, Atom] = dict(zip(jaxpr.invars, operands, strict=True))
     given = dict(zip(jaxpr.outvars, results, strict=True))
     for eqn in jaxpr.eqns:
         copy = copied(eqn, renamed).replace(source_info=source)
         renamed.update((v, given[v]) for v in eqn.outvars if v in given)
         yield copy.replace(outvars=in_place(eqn.outvars, renamed))
+
+
+def _traced(function: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
+    axes = [tuple(aval.manual_axis_type.varying) for aval in avals]
+    if not any(axes):
+        return opened(jax.make_jaxpr(function)(*avals))[0]
+    # Of what varies in a `shard_map`: constants meet it as values that vary, too.
+    mesh = next(aval for aval, varying in zip(avals, axes, strict=True) if varying).sharding.mesh
+    auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
+    mesh = mesh.update(axis_types=auto)
+    found: list[Any] = []
+
+    def mapped(*xs: Any) -> Any:
+        given = zip(xs, axes, strict=True)
+        found.append(jax.make_jaxpr(function)(*(_varying(x, names) for x, names in given)))
+        return jnp.zeros(())
+
+    nowhere = jax.sharding.PartitionSpec()
+    around = jax.shard_map(mapped, mesh=mesh, in_specs=nowhere, out_specs=nowhere)
+    jax.eval_shape(around, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
+    return opened(found[0])[0]
+
+
+def _varying(x: Any, axes: Sequence[str]) -> Any:
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def traced_back(

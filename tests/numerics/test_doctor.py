@@ -10,8 +10,8 @@ from jmp_kit.numerics import _doctor, doctor
 from jmp_kit.numerics._doctor import Rate, recommend
 
 
-def rates(highest, full, bf16, f16):
-    numbers = zip(_doctor._DTYPES, (highest, full, bf16, f16), strict=True)
+def rates(highest, full, bf16, f16, f8=0.01):
+    numbers = zip(_doctor._DTYPES, (highest, full, bf16, f16, f8), strict=True)
     return [Rate(dtype, dtype.partition(",")[0], tflops) for dtype, tflops in numbers]
 
 
@@ -38,6 +38,7 @@ def test_it_measures_every_dtype(monkeypatch):
     [
         ((50, 50, 60.1, 60), "mixed_bfloat16", "1.2 times as fast as float32, and has its range"),
         ((50, 350, 700, 720), "mixed_bfloat16", r"shortened here \(TF32\): 7.0 times"),
+        ((50, 350, 700, 700, 1300), "mixed_bfloat16", "float8 multiplies 1.9 times as fast as b"),
         ((8, 8, 4, 60), "mixed_float16", "float16 multiplies 7.5 times .* needs a loss scale"),
         ((8, 8, 16, 60), "mixed_float16", "bfloat16 2.0 times"),
         ((0.06, 0.06, 0.04, 0.05), "float32", "bfloat16 0.67 and float16 0.83 times"),

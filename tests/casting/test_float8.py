@@ -1,0 +1,298 @@
+"""Products in float8: how near they are, where they are, and what is not finite in them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jmp_kit
+from jmp_kit import NoOpLossScale, autocast, numerics, value_and_grad
+
+FLOAT8 = {"": "float8"}  # whatever the size
+KEYS = jax.random.split(jax.random.key(0), 8)
+
+
+def normal(key, *shape, scale=1.0):
+    return scale * jax.random.normal(KEYS[key], shape)
+
+
+X = normal(0, 64, 32)
+PARAMS = {"up": normal(1, 32, 128, scale=0.2), "down": normal(2, 128, 32, scale=0.1)}
+
+
+def loss_fn(params, x):
+    return jnp.mean((x + jax.nn.gelu(x @ params["up"]) @ params["down"]) ** 2)
+
+
+def in_float8(fun, rules=FLOAT8, **options):
+    return autocast(fun, "mixed_bfloat16", rules=rules, **options)
+
+
+def one_line(fun, **options):
+    return in_float8(jax.value_and_grad(fun), **options)
+
+
+def four_lines(fun, **options):
+    return value_and_grad(in_float8(fun, **options), NoOpLossScale())
+
+
+def plain(fun, **options):
+    return jax.value_and_grad(in_float8(fun, **options))
+
+
+WAYS = {"one line": one_line, "four lines": four_lines, "jax.grad": plain}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def distance(a, b):
+    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def operands_of(fun, *args):
+    """Of the products, the dtypes of the operands; each pair once."""
+    return {(p.lhs_dtype, p.rhs_dtype) for p in numerics.audit(fun, *args).products}
+
+
+EIGHT, HALF = 2 * ("float8_e4m3fn",), 2 * ("bfloat16",)
+
+
+@ways
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
+def test_every_product_takes_float8_and_the_gradient_is_near(way, around):
+    fun = way(around(loss_fn))
+    assert operands_of(fun, PARAMS, X) == {EIGHT}
+    loss, grads = jax.jit(fun)(PARAMS, X)
+    full, wanted = jax.value_and_grad(loss_fn)(PARAMS, X)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, full, rtol=0.01)
+    assert distance(grads, wanted) < 0.085
+    assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda p: p.dtype, PARAMS)
+
+
+@pytest.mark.parametrize(("outlier", "limit"), [(1, 0.06), (100, 0.09), (1e4, 0.09)])
+def test_an_outlier_among_the_channels_costs_the_others_little(outlier, limit):
+    x = X.at[:, 3].mul(outlier)
+    params = PARAMS | {"up": PARAMS["up"].at[3].divide(outlier)}
+    wanted = jax.grad(loss_fn)(params, x)
+    _, grads = four_lines(loss_fn)(params, x)
+    for name in params:
+        assert distance(grads[name], wanted[name]) < limit
+
+
+def test_the_cotangents_of_small_rows_are_near():
+    """Tokens whose loss weighs little: with one scale for all they would be flushed to zero."""
+    weights = jnp.where(jnp.arange(64) % 2 == 0, 1.0, 1e-4)[:, None]
+
+    def weighted(x, params):
+        return jnp.sum(weights * (x + jax.nn.gelu(x @ params["up"]) @ params["down"]) ** 2)
+
+    wanted = jax.grad(weighted)(X, PARAMS)
+    got = in_float8(jax.grad(weighted))(X, PARAMS)
+    assert distance(got[1::2], wanted[1::2]) < 0.085
+
+
+@ways
+@pytest.mark.parametrize("size", [0.0, 1e-40, 1e-30, 1e30])
+def test_zeros_subnormals_and_large_values_are_finite(way, size):
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params["up"]) @ params["down"])
+
+    params = PARAMS | {"up": PARAMS["up"].at[:, :4].set(size)}
+    value, grads = way(loss)(params, X.at[:3].set(0.0))
+    assert np.isfinite(value)
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+
+
+@ways
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_stays_so(way, wrong):
+    value, grads = way(loss_fn)(PARAMS, X.at[5, 7].set(wrong))
+    assert not np.isfinite(value)
+    assert not jmp_kit.all_finite(grads)
+
+
+def test_a_step_with_an_infinity_is_skipped(standard_promotion):
+    optimizer = jmp_kit.mixed_precision(optax.adam(1e-2), jmp_kit.DynamicLossScale(2.0**15))
+    state = optimizer.init(PARAMS)
+    for x, finite in ((X, True), (X.at[0, 0].set(jnp.inf), False), (X, True)):
+        scale = jmp_kit.loss_scale_of(state)
+        _, grads = value_and_grad(in_float8(loss_fn), scale)(PARAMS, x)
+        updates, state = optimizer.update(grads, state, PARAMS)
+        assert bool(jmp_kit.metrics(state)["finite"]) == finite
+        assert any(jnp.any(u != 0) for u in jax.tree.leaves(updates)) == finite
+
+
+@pytest.mark.parametrize("power", [1, 7, 15])
+def test_a_loss_scale_changes_no_bit(power):
+    for scale in (jmp_kit.StaticLossScale(1.0), jmp_kit.StaticLossScale(2.0**power)):
+        loss, grads = jax.jit(value_and_grad(in_float8(loss_fn), scale))(PARAMS, X)
+        first = (loss, grads) if scale.loss_scale == 1 else first  # noqa: F821
+    chex_equal = jax.tree.map(np.testing.assert_array_equal, (loss, grads), first)
+    assert jax.tree.leaves(chex_equal) == []
+
+
+def test_products_with_batches_and_several_contracted_axes():
+    w, x = normal(3, 4, 8, 16, 24), normal(4, 5, 4, 8, 16)
+    functions = {
+        "several": (lambda w, x: jnp.einsum("bhid,hidk->bk", x, w), w, x),
+        "batched": (lambda w, x: jnp.einsum("bhid,hidk->bhik", x, w), w, x),
+        "transposed": (lambda w, x: jnp.einsum("bhid,hidk->hkb", x, w), w, x),
+        "vector": (lambda w, x: jnp.einsum("bhid,hid->b", x, w), w[..., 0], x),
+        "same": (lambda w, x: jnp.einsum("bhid,bhjd->bhij", x, x) * w[0, 0, 0, 0], w, x),
+    }
+    for name, (fun, *args) in functions.items():
+
+        def loss(w, x, fun=fun):
+            y = fun(w, x)
+            return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=jnp.float32).reshape(y.shape)))
+
+        np.testing.assert_array_less(
+            distance(in_float8(fun)(*args), fun(*args)), 0.05, err_msg=name
+        )
+        wanted = jax.grad(loss, (0, 1))(*args)
+        for way in (in_float8(jax.grad(loss, (0, 1))), jax.grad(in_float8(loss), (0, 1))):
+            assert operands_of(way, *args) == {EIGHT}
+            assert distance(way(*args), wanted) < 0.085, name
+
+
+def layers(params, x):
+    def layer(x, p):
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+
+    return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+
+STACKED = {name: jnp.stack([w, -w, 0.5 * w]) for name, w in PARAMS.items()}
+
+
+@ways
+def test_in_scans_and_under_vmap(way):
+    fun = way(layers)
+    assert operands_of(fun, STACKED, X) == {EIGHT}
+    assert distance(fun(STACKED, X), jax.value_and_grad(layers)(STACKED, X)) < 0.085
+    many = jnp.stack([X, 2 * X])
+    wanted = jax.vmap(jax.value_and_grad(loss_fn), (None, 0))(PARAMS, many)
+    assert distance(jax.vmap(way(loss_fn), (None, 0))(PARAMS, many), wanted) < 0.085
+
+
+def test_the_second_derivative_is_there():
+    def penalty(params, x):
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(in_float8(loss_fn))(params, x)))
+
+    def full(params, x):
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss_fn)(params, x)))
+
+    assert distance(jax.grad(penalty)(PARAMS, X), jax.grad(full)(PARAMS, X)) < 0.15
+
+
+@pytest.mark.parametrize("recompute", [False, True, "most", 0.0])
+def test_whatever_is_computed_again(recompute):
+    fun = one_line(loss_fn, recompute=recompute)
+    assert operands_of(fun, PARAMS, X) == {EIGHT}
+    assert distance(fun(PARAMS, X), jax.value_and_grad(loss_fn)(PARAMS, X)) < 0.085
+
+
+LARGE = jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
+WEIGHTS = {
+    "attention": {"kernel": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)},
+    "small": {"kernel": jax.ShapeDtypeStruct((4096, 64), jnp.float32)},
+}
+
+
+def two_sizes(params, x):
+    with jax.named_scope("attention"):
+        x = jnp.tanh(x @ params["attention"]["kernel"])
+    with jax.named_scope("small"):
+        return jnp.mean((x @ params["small"]["kernel"]) ** 2)
+
+
+def formats(rules=None, policy="mixed_float8"):
+    fun = value_and_grad(autocast(two_sizes, policy, rules=rules), NoOpLossScale())
+    found = numerics.audit(fun, WEIGHTS, LARGE).products
+    return {(p.path, p.lhs_dtype, p.rhs_dtype) for p in found}
+
+
+def test_the_size_decides_and_a_rule_before_it():
+    both = [("attention", *EIGHT), ("small", *HALF)]
+    assert formats() == set(both)
+    assert formats({"small": "float8"}) == {("attention", *EIGHT), ("small", *EIGHT)}
+    assert formats({"attention": "bfloat16"}) == {("attention", *HALF), ("small", *HALF)}
+    assert formats({"attention": "float32"}) == {
+        ("attention", "float32", "float32"),
+        ("small", *HALF),
+    }
+    assert formats({"kernel": "float8"}, "mixed_bfloat16") == {
+        ("attention", *EIGHT),
+        ("small", *EIGHT),
+    }
+    assert formats(policy="mixed_bfloat16") == {("attention", *HALF), ("small", *HALF)}
+
+
+def test_the_plan_says_where_and_why_not():
+    found = numerics.plan(two_sizes, "mixed_float8", WEIGHTS, LARGE)
+    products = [p for part in found.parts for p in part.products]
+    assert products == ["dot_general float8_e4m3fn", "dot_general bfloat16: N is 64"]
+    found = numerics.plan(
+        two_sizes, "mixed_float8", WEIGHTS, LARGE, rules={"attention": "bfloat16"}
+    )
+    products = [p for part in found.parts for p in part.products]
+    assert products == ["dot_general bfloat16: a rule says so", "dot_general bfloat16: N is 64"]
+    found = numerics.plan(two_sizes, "mixed_bfloat16", WEIGHTS, LARGE)
+    assert {p for part in found.parts for p in part.products} == {"dot_general bfloat16"}
+
+
+def test_policies_of_float8():
+    policy = jmp_kit.get_policy("mixed_float8")
+    assert str(policy) == "p=f32,c=f8,o=f32"
+    assert jmp_kit.get_policy(str(policy)) == policy
+    assert str(jmp_kit.get_policy("c=float8")) == "p=f32,c=f8,o=bf16"
+    assert policy.cast_to_compute(jnp.ones(2)).dtype == jnp.bfloat16
+    assert policy.compute_dtype == jnp.float8_e4m3fn
+    for wrong in ("float8", "p=f8", "o=f8,c=f8"):
+        with pytest.raises(ValueError, match="only products compute in float8.*mixed_float8"):
+            jmp_kit.get_policy(wrong)
+    for written in ("float8", "f8", jnp.float8_e4m3fn, "mixed_float8", policy):
+        assert formats(policy=written) == formats()
+    with pytest.raises(ValueError, match="e5m2"):
+        autocast(loss_fn, jnp.float8_e5m2)
+
+
+def test_small_products_of_a_float8_policy_are_as_in_bfloat16():
+    args = PARAMS, X
+    half, eight = (
+        jax.jit(jax.value_and_grad(autocast(loss_fn, f"mixed_{name}"))).lower(*args).as_text()
+        for name in ("bfloat16", "float8")
+    )
+    assert half == eight
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def test_on_several_devices():
+    spec = jax.sharding.PartitionSpec
+    split = jax.device_put(X, jax.NamedSharding(mesh(), spec("data")))
+    fun = jax.jit(one_line(loss_fn))
+    wanted = one_line(loss_fn)(PARAMS, X)
+    got = fun(PARAMS, split)
+    # A bfloat16 cotangent of other sums may be another, and so may be its float8.
+    assert distance(got, wanted) < 0.01
+    # Of the scales by which weights' gradients are made, a maximum over tokens on all devices.
+    found = numerics.audit(fun.lower(PARAMS, split).compile()).transfers
+    reduced = [t for t in found if t.kind == "all-reduce"]
+    assert max(t.nbytes for t in reduced) <= 4 * 32 * 128
+    mapped = jax.shard_map(
+        lambda p, x: jax.lax.pmean(loss_fn(p, x), "data"),
+        mesh=mesh(),
+        in_specs=(spec(), spec("data")),
+        out_specs=spec(),
+    )
+    loss, grads = jax.jit(four_lines(mapped))(PARAMS, split)
+    assert distance((loss, grads), jax.value_and_grad(loss_fn)(PARAMS, X)) < 0.085
