@@ -22,7 +22,7 @@ _KEYS = {"p": "param", "params": "param", "c": "compute", "compute": "compute"}
 _KEYS |= {"o": "output", "output": "output"}
 
 _HOW_TO_WRITE_A_POLICY = (
-    'Write "mixed_bfloat16", "mixed_float16" or "mixed_float8", a dtype ("float32"), or pairs such as '
+    'Write "mixed_bfloat16", "mixed_float16", "mixed_float8", a dtype ("float32"), or pairs: '
     '"params=float32,compute=bfloat16,output=float32" (p=, c= and o= for short).'
 )
 
