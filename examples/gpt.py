@@ -18,7 +18,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -44,9 +44,11 @@ from examples.stdlib_text import load_text, pieces, printable
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
 
 
-def make_model(config: Config, policy: jmp_kit.Policy, seed: int) -> GPT:
+def make_model(
+    config: Config, policy: jmp_kit.Policy, seed: int, rules: Mapping[str, str] | None = None
+) -> GPT:
     """A GPT with parameters, products and logits in the dtypes of a policy."""
-    return jmp_kit.nnx.apply_policy(GPT(config, nnx.Rngs(seed)), policy)
+    return jmp_kit.nnx.apply_policy(GPT(config, nnx.Rngs(seed)), policy, rules)
 
 
 def make_optimizer(config: Config, policy: jmp_kit.Policy, model: nnx.Module) -> nnx.Optimizer[Any]:
@@ -132,6 +134,7 @@ def train(
     seed: int = 0,
     on_step: Callable[..., None] = lambda *progress: None,
     *,
+    rules: Mapping[str, str] | None = None,
     checkpoint_dir: pathlib.Path | None = None,
     checkpoint_every: int = 100,
     prompt: str = "def ",
@@ -142,7 +145,7 @@ def train(
     start = time.perf_counter()
     training, validation = load_text()
     policy = jmp_kit.get_policy(policy_name)
-    model = make_model(config, policy, seed)
+    model = make_model(config, policy, seed, rules)
     optimizer = make_optimizer(config, policy, model)
     looks = [*range(config.evaluate, config.steps, config.evaluate), config.steps]
     curve = np.full(len(looks), np.nan)
@@ -232,6 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
                 policy,
                 seed,
                 on_step,
+                rules=dict(options.rule),
                 checkpoint_dir=folder,
                 checkpoint_every=options.checkpoint_every,
                 prompt=options.prompt,
@@ -250,6 +254,14 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"Bits per byte over the steps: {path}")
 
 
+def rule(text: str) -> tuple[str, str]:
+    """A pattern for paths, and what its products compute in."""
+    path, equals, dtype = text.rpartition("=")
+    if not (path and equals and dtype):
+        raise argparse.ArgumentTypeError(f"{text!r} is no rule: write blocks=float8")
+    return path, dtype
+
+
 def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -261,6 +273,14 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Config]:
         type=digits.policy_name,
         default=POLICIES,
         help="as get_policy reads",
+    )
+    parser.add_argument(
+        "--rule",
+        nargs="+",
+        type=rule,
+        default=[],
+        metavar="PATH=DTYPE",
+        help="other dtypes for some products: blocks=float8",
     )
     parser.add_argument("--seed", nargs="+", type=int, default=[0], help="of weights and batches")
     parser.add_argument("--checkpoint-dir", help="folder from which a stopped run goes on")
