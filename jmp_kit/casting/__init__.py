@@ -31,6 +31,7 @@ function changes in nnx models, `_regions` is for what is to be left alone or ca
 from jmp_kit.casting._autocast import autocast as autocast
 from jmp_kit.casting._autocast import autocast_method as autocast_method
 from jmp_kit.casting._autocast import plans_of as plans_of
+from jmp_kit.casting._float8 import in_float8 as in_float8
 from jmp_kit.casting._float8 import why_half as why_half
 from jmp_kit.casting._plan import Barrier as Barrier
 from jmp_kit.casting._plan import Call as Call

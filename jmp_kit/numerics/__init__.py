@@ -5,6 +5,7 @@ print(traffic(train_step, params, batch))           # which kernels move how man
 print(traffic(train_step, params, batch, target="h200"))  # on a GPU that need not be here
 print(plan(loss_fn, "mixed_bfloat16", params))      # what is stored in half, and what is state
 print(compare(loss_fn, params, *batch))             # faster? accurate?
+print(float8_errors(jax.grad(loss_fn), params, batch))  # what float8 would cost each product
 print(doctor())                                     # what this machine is fast in
 print(locate_nonfinite(train_step, params, batch))  # where a NaN came from
 histogram = exponent_histogram(grads)               # how small gradients are
@@ -29,6 +30,9 @@ from jmp_kit.numerics._exponents import ExponentHistogram as ExponentHistogram
 from jmp_kit.numerics._exponents import exponent_histogram as exponent_histogram
 from jmp_kit.numerics._exponents import recommend_loss_scale as recommend_loss_scale
 from jmp_kit.numerics._exponents import underflow as underflow
+from jmp_kit.numerics._float8 import Float8Errors as Float8Errors
+from jmp_kit.numerics._float8 import ProductError as ProductError
+from jmp_kit.numerics._float8 import float8_errors as float8_errors
 from jmp_kit.numerics._locate import locate_nonfinite as locate_nonfinite
 from jmp_kit.numerics._nonfinite import NonFinite as NonFinite
 from jmp_kit.numerics._plan import Plan as Plan
