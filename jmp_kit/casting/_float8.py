@@ -147,7 +147,7 @@ def _written(
 ) -> Iterator[JaxprEqn]:
     sides, source = _operands(eqn), eqn.source_info
     there = [_along(side, copies, side.kept) for side in sides]
-    folded = [None, None]
+    folded: list[_Copy | None] = [None, None]
     if not any(there):
         folded = [_along(side, copies, side.contracted) for side in sides]
         folded[1] = None if folded[0] else folded[1]

@@ -27,7 +27,7 @@ def test_every_product_forward_and_backward():
     for row in found.rows:
         assert 0.01 < row.error < 0.06
         assert row.bfloat16_error < 0.005
-        assert row.flushed < 0.01
+        assert row.flushed < 0.05
     assert found.rows[0].error == max(row.error for row in found.rows)
     assert found.rules() == {}
     assert found.rules(limit=0.001) == {"^mlp$": "bfloat16"}
@@ -41,10 +41,11 @@ def test_what_is_hard_for_it_comes_first_and_its_rule_keeps_it_in_bfloat16():
         with jax.named_scope("easy"):
             x = jnp.tanh(x @ params["up"])
         with jax.named_scope("hard"):  # sums that cancel
-            return jnp.sum((x - x.mean(0) @ jnp.eye(48)) @ (1e3 + params["down"]))
+            return jnp.sum(((100 + x) @ (params["down"] - params["down"].mean(0))) ** 2)
 
     found = numerics.float8_errors(loss, PARAMS, X)
-    assert (found.rows[0].path, found.rows[-1].path) == ("hard", "hard")
+    assert [row.path for row in found.rows] == ["hard", "easy"]
+    assert found.rows[0].error > 0.2
     rules = found.rules()
     assert rules == {"^hard$": "bfloat16"}
     half = jmp_kit.autocast(loss, "mixed_bfloat16", rules={**rules, "easy": "float8"})
