@@ -55,7 +55,7 @@ def plot_exponents(tree: Any, dtype: Any = jnp.float16, loss_scale: float = 1.0)
     # A value of exponent e is scaled to e + shift, and lost below the smallest subnormal.
     smallest, normal = info.minexp - info.nmant, info.minexp
     lost, saved = exponents < smallest - shift, exponents < smallest
-    figure, axes = _axes(9, 4.5)
+    figure, axes = _axes(8, 5)
     groups = [
         (~saved, _BLUE, "in range"),
         (saved & ~lost, _YELLOW, f"in range by a loss scale of 2^{shift:g}"),
@@ -90,7 +90,8 @@ def plot_exponents(tree: Any, dtype: Any = jnp.float16, loss_scale: float = 1.0)
         ylim=(min([*share[share > 0], 1]) / 2, 100),
         yscale="log",  # the tail is what matters, and it is small
     )
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    figure.suptitle(f"Exponents of the values, and the limits of {jnp.dtype(dtype)}")
+    _legend(figure, columns=2)
     return figure
 
 
@@ -133,14 +134,14 @@ def plot_loss_scale(
     told = [step for step in loss_scales if isinstance(step, Mapping)]
     scales = [float(s["loss_scale"] if isinstance(s, Mapping) else s) for s in loss_scales]
     skipped = [*skipped, *(i for i, step in enumerate(told) if not step["finite"])]
-    figure, axes = _axes(9, 3.5)
+    figure, axes = _axes(8, 3.5)
     axes.step(range(len(scales)), scales, color=_BLUE, where="post")
     heights = [scales[step] for step in skipped]
-    label = f"{len(heights)} skipped steps"
+    label = f"{len(heights)} skipped step{'' if len(heights) == 1 else 's'}"
     axes.plot(list(skipped), heights, "x", color=_RED, label=label)
     axes.set_yscale("log", base=2)
-    axes.set(xlabel="step", ylabel="loss scale")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.set(xlabel="step", ylabel="loss scale", title="The loss scale of each step")
+    _legend(figure)
     return figure
 
 
@@ -166,18 +167,25 @@ def plot_audit(audit: Audit) -> Any:
     flops: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for product in audit.products:
         flops[product.path or product.source][not product.is_half] += product.flops
-    figure, axes = _axes(9, 1.2 + 0.3 * len(flops))
+    figure, axes = _axes(8, 1.8 + 0.3 * len(flops))
     names = [shortened(name, 40) for name in flops]
     rows = np.arange(len(names))
-    half, wide = (np.array([pair[i] for pair in flops.values()], float) for i in (0, 1))
+    unit, size = _unit(max(map(sum, flops.values()), default=0))
+    half, wide = (np.array([pair[i] for pair in flops.values()], float) / size for i in (0, 1))
     axes.barh(rows, half, color=_BLUE, label=f"half: {percent(audit.half_fraction)}")
     wider = f"wider: {percent(1 - audit.half_fraction)}"
     axes.barh(rows, wide, left=half, color=_RED, label=wider)
     axes.set_yticks(rows, names)
     axes.invert_yaxis()
-    axes.set(xlabel=f"FLOPs ({audit.level})")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.set(xlabel=unit, title=f"Work of the products, {audit.level}")
+    _legend(figure, columns=2)
     return figure
+
+
+def _unit(most: float) -> tuple[str, float]:
+    """In which numbers up to this one have few digits."""
+    units = ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)
+    return next((unit for unit in units if most >= unit[1]), ("FLOP", 1.0))
 
 
 def plot_comparison(comparison: Comparison) -> Any:
@@ -218,6 +226,11 @@ def plot_comparison(comparison: Comparison) -> Any:
         axes.set(xlabel=label)
     figure.suptitle(comparison.device)
     return figure
+
+
+def _legend(figure: Any, columns: int = 1) -> None:
+    """Below the axes: beside them, long names would leave them half of the width."""
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False)
 
 
 def _axes(width: float, height: float, columns: int = 1) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -13,7 +14,7 @@ from jmp_kit.numerics._compare import Compared, Comparison
 
 
 def legend(figure):
-    return [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_exponents_and_what_a_scale_saves(tmp_path):
@@ -44,7 +45,7 @@ def test_the_loss_scale_and_its_skips():
     scale, skips = figure.axes[0].lines
     np.testing.assert_array_equal(scale.get_ydata(), [4, 8, 4])
     assert (list(skips.get_xdata()), list(skips.get_ydata())) == ([1], [8])
-    assert legend(figure) == ["1 skipped steps"]
+    assert legend(figure) == ["1 skipped step"]
 
 
 def test_the_audit_a_bar_for_each_path():
@@ -59,6 +60,33 @@ def test_the_audit_a_bar_for_each_path():
     assert all(len(name) <= 40 for name in names)
     widths = [bar.get_width() for bar in figure.axes[0].patches]
     assert sum(widths) == sum(p.flops for p in found.products)
+    assert figure.axes[0].get_xlabel() == "FLOP"
+
+
+@pytest.mark.parametrize(
+    ("width", "unit", "size"), [(128, "MFLOP", 1e6), (2048, "GFLOP", 1e9), (2**15, "TFLOP", 1e12)]
+)
+def test_the_audit_has_a_unit_of_few_digits(width, unit, size):
+    x = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    figure = numerics.plot_audit(numerics.audit(jnp.matmul, x, x))
+    assert figure.axes[0].get_xlabel() == unit
+    assert sum(bar.get_width() for bar in figure.axes[0].patches) == 2 * width**3 / size
+
+
+def test_the_legend_takes_no_width_from_the_axes():
+    x = jnp.ones((8, 8))
+    figures = [
+        numerics.plot_exponents(x, jnp.float16, loss_scale=2.0**19),
+        numerics.plot_loss_scale([4.0, 8.0], skipped=[1]),
+        numerics.plot_audit(numerics.audit(jnp.matmul, x, x)),
+    ]
+    for figure in figures:
+        figure.draw_without_rendering()
+        [legend] = figure.legends
+        axes = figure.axes[0].get_window_extent()
+        assert axes.width > 0.8 * figure.bbox.width
+        assert legend.get_window_extent().y1 < axes.y0
+        assert legend.get_window_extent().width < figure.bbox.width
 
 
 def test_a_comparison_a_panel_for_each_question():
