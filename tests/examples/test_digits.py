@@ -122,3 +122,23 @@ def test_half_precision_is_as_accurate_as_float32(digits):
     for run in runs["mixed_float16"]:
         assert run.skipped
         assert max(run.loss_scales) > run.loss_scales[0]
+
+
+def test_of_runs_that_agree_each_is_seen(digits, tmp_path, monkeypatch):
+    def run(policy, scale, skipped):
+        return digits.Run(policy, [1.0] * 9, [scale] * 9, skipped, scale, 0.9, 0.1, None, None)
+
+    monkeypatch.setattr(digits.plt, "close", lambda _: None)
+    runs = [run("a", 1.0, []), run("b", 1.0, []), run("c", 2.0**16, [3, 4])]
+    digits.plot(runs, tmp_path / "digits.png")
+    figure = digits.plt.gcf()
+    losses, scales = figure.axes
+    widths = [line.get_linewidth() for line in losses.lines]
+    assert widths == sorted(widths, reverse=True)
+    assert len(set(widths)) == 3
+    assert [text.get_text() for text in scales.get_legend().get_texts()] == ["c, skipped steps: 2"]
+    for axes in figure.axes:
+        label = axes.yaxis.label.get_window_extent()
+        assert label.height < axes.get_window_extent().height
+    monkeypatch.undo()
+    digits.plt.close(figure)
