@@ -32,7 +32,7 @@ def measure(size: "Size", batches: Sequence[tuple[np.ndarray, ...]], options: Op
     if not names:
         return []
     if not importlib.util.find_spec("torch"):
-        reason = "PyTorch is not installed: pip install jmp-kit[torch]"
+        reason = 'PyTorch is not installed: pip install ".[torch]"'
         return [{"contender": name, "failed": reason} for name in names]
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "batches.npz"

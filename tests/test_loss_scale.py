@@ -137,7 +137,7 @@ def test_the_walk_is_that_of_grad_scaler(history, interval, growth, backoff):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_walk_is_that_of_grad_scaler_itself(seed):
-    torch = pytest.importorskip("torch", reason="torch is an extra: pip install jmp-kit[torch]")
+    torch = pytest.importorskip("torch", reason='torch is an extra: pip install ".[torch]"')
     history = np.random.default_rng(seed).random(40) < 0.8
     scaler = torch.amp.GradScaler("cpu", 2.0**16, 2.0, 0.5, 3)
     parameter = torch.nn.Parameter(torch.zeros(1))

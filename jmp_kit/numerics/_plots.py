@@ -15,7 +15,10 @@ from jmp_kit.numerics._exponents import LOWEST, ExponentHistogram, exponent_hist
 from jmp_kit.numerics._tables import percent, shortened
 from jmp_kit.numerics._watch import total_histogram
 
-_NO_MATPLOTLIB = 'Plots need matplotlib. Install it with pip install "jmp-kit[plot]".'
+_NO_MATPLOTLIB = (
+    'Plots need matplotlib. Install it with pip install "jmp-kit[plot]", or in a checkout of this '
+    'repository with pip install ".[plot]".'
+)
 _BLUE, _RED, _GREY, _YELLOW = "#4477aa", "#cc6677", "#bbbbbb", "#ddcc77"
 
 

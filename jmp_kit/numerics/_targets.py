@@ -30,7 +30,11 @@ class Target:
             importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13)
         ):
             return None
-        return "JAX's CUDA plugin is not installed: pip install jmp-kit[cuda12]"
+        return (
+            "JAX's CUDA plugin is not installed. Install it with "
+            'pip install "jmp-kit[cuda12]", or in a checkout of this repository with '
+            'pip install ".[cuda12]".'
+        )
 
     def devices(self, count: int = 1) -> Sequence[Any]:
         """Devices to lower for.

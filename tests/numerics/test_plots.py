@@ -104,7 +104,9 @@ def test_a_comparison_a_panel_for_each_question():
 
 def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"Plots need matplotlib.*jmp-kit\[plot\]"):
+    with pytest.raises(
+        ImportError, match=r'Plots need matplotlib.*"jmp-kit\[plot\]".*"\.\[plot\]"'
+    ):
         numerics.plot_loss_scale([1.0])
 
 

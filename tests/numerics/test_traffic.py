@@ -257,5 +257,5 @@ def test_what_a_target_needs_is_told(stood_in, monkeypatch):
     with pytest.raises(RuntimeError, match="start Python with JAX_PLATFORMS=cpu"):
         traffic(jnp.tanh, 1.0, target="h200")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install jmp-kit\[cuda12\]"):
+    with pytest.raises(ImportError, match=r'pip install "jmp-kit\[cuda12\]", or in a checkout'):
         traffic(jnp.tanh, 1.0, target="h200")
