@@ -77,15 +77,19 @@ LEGEND = {"products, bfloat16": PRODUCT, "operations between them, float32": OPE
 LEFT, RIGHT, GAP, BESIDE = 0.4, 5.8, 0.2, 6.3  # of boxes, and what is stored of them
 
 
-def lines() -> list[list[Box]]:
-    """The block as it is planned, from top to bottom; in a line no box waits for another."""
+def arguments():
+    """Shapes of the block's arguments."""
     shapes = {
         name: jax.ShapeDtypeStruct((WIDTH, 4 * WIDTH if name == "up" else WIDTH), jnp.float32)
         for name in ("embed", "query", "key", "value", "out", "up", "head")
     }
     shapes["down"] = jax.ShapeDtypeStruct((4 * WIDTH, WIDTH), jnp.float32)
-    x = jax.ShapeDtypeStruct((BATCH, TIME, WIDTH), jnp.float32)
-    [plan] = plans_of(block, "mixed_bfloat16", shapes, x)
+    return shapes, jax.ShapeDtypeStruct((BATCH, TIME, WIDTH), jnp.float32)
+
+
+def lines() -> list[list[Box]]:
+    """The block as it is planned, from top to bottom; in a line no box waits for another."""
+    [plan] = plans_of(block, "mixed_bfloat16", *arguments())
     parts = [step for step in plan.steps if isinstance(step, Part)]
     return [line for part in parts for line in _lines_of(part) if line]
 

@@ -74,6 +74,14 @@ def test_what_recompute_keeps_is_what_the_benchmarks_found(tmp_path):
         assert told(picture) == found["rows"]
 
 
+def test_the_audit_is_of_the_block_with_a_head_in_float32(tmp_path):
+    audit = script("audit")
+    found = audit["audited"]()
+    assert {product.path for product in found.products if not product.is_half} == {"head"}
+    audit["draw"](found, tmp_path / "audit.png")
+    assert told(tmp_path / "audit.png") == told(DOCS / "audit.png")
+
+
 @pytest.mark.slow
 def test_recompute_is_measured(standard_promotion):
     nothing, default, most = script("recompute")["measured"](tiny=True)["rows"]

@@ -173,7 +173,8 @@ def plot_audit(audit: Audit) -> Any:
     figure, axes = _axes(8, 1.8 + 0.3 * len(flops))
     names = [shortened(name, 40) for name in flops]
     rows = np.arange(len(names))
-    unit, size = _unit(max(map(sum, flops.values()), default=0))
+    most = max(map(sum, flops.values()), default=0) or 1
+    unit, size = _unit(most)
     half, wide = (np.array([pair[i] for pair in flops.values()], float) / size for i in (0, 1))
     axes.barh(rows, half, color=_BLUE, label=f"half: {percent(audit.half_fraction)}")
     wider = f"wider: {percent(1 - audit.half_fraction)}"
@@ -181,6 +182,7 @@ def plot_audit(audit: Audit) -> Any:
     axes.set_yticks(rows, names)
     axes.invert_yaxis()
     axes.set(xlabel=unit, title=f"Work of the products, {audit.level}")
+    axes.set(xlim=(0, 1.05 * most / size))
     _legend(figure, columns=2)
     return figure
 
