@@ -215,10 +215,11 @@ def equations_of(
 
 def _traced(function: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
     axes = [tuple(aval.manual_axis_type.varying) for aval in avals]
-    if not any(axes):
+    meshes = [a.sharding.mesh for a, varying in zip(avals, axes, strict=True) if varying]
+    if all(mesh == jax.sharding.get_abstract_mesh() for mesh in meshes):
         return opened(jax.make_jaxpr(function)(*avals))[0]
     # Of what varies in a `shard_map`: constants meet it as values that vary, too.
-    mesh = next(aval for aval, varying in zip(avals, axes, strict=True) if varying).sharding.mesh
+    mesh = meshes[0]
     auto = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
     mesh = mesh.update(axis_types=auto)
     found: list[Any] = []

@@ -294,5 +294,12 @@ def test_on_several_devices():
         in_specs=(spec(), spec("data")),
         out_specs=spec(),
     )
-    loss, grads = jax.jit(four_lines(mapped))(PARAMS, split)
-    assert distance((loss, grads), jax.value_and_grad(loss_fn)(PARAMS, X)) < 0.085
+    wanted = jax.value_and_grad(loss_fn)(PARAMS, X)
+    assert distance(jax.jit(four_lines(mapped))(PARAMS, split), wanted) < 0.085
+    inside = jax.shard_map(
+        lambda p, x: four_lines(lambda p, x: jax.lax.pmean(loss_fn(p, x), "data"))(p, x),
+        mesh=mesh(),
+        in_specs=(spec(), spec("data")),
+        out_specs=spec(),
+    )
+    assert distance(jax.jit(inside)(PARAMS, split), wanted) < 0.085
