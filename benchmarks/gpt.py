@@ -1,7 +1,7 @@
 """How fast does a GPT train, in how much memory, and as well as by hand?
 
-The 124M and the 350M parameter shapes of GPT-2 on the sources of Python's standard library,
-AdamW, 1,024 words at a time.
+The 124M and the 350M parameter shapes of GPT-2, and a width for which float8 is meant, on the
+sources of Python's standard library, AdamW, 1,024 words at a time.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from benchmarks import corpus, torch_gpt
 from benchmarks.measuring import Contender, matrix_rate, measure
 from benchmarks.models import GPT, Attention, causal_attention, fused_attention
 from benchmarks.results import Column, Options, Row, number
-from benchmarks.training import Task, contenders
+from benchmarks.training import Task, by_hand, contenders, in_float8, with_jmp_kit
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
 
@@ -39,7 +39,12 @@ class Size:
         return 6.0 * self.batch * self.time * (weights + attention)
 
 
-SIZES = {"gpt 124M": Size(12, 12, 768, batch=32), "gpt 350M": Size(24, 16, 1024, batch=16)}
+WIDE = "gpt 1.3B"
+SIZES = {
+    "gpt 124M": Size(12, 12, 768, batch=32),
+    "gpt 350M": Size(24, 16, 1024, batch=16),
+    WIDE: Size(24, 16, 2048, batch=16),
+}
 TINY = {"gpt 124M": Size(1, 2, 32, batch=2, time=16, vocabulary=64)}
 
 COLUMNS = [
@@ -94,7 +99,11 @@ def _in_torch(model: str, size: Size, batches: Batches, options: Options) -> lis
 
 
 def _in_jax(model: str, size: Size, batches: Batches, options: Options) -> list[Row]:
-    field = [c for c in (*contenders(task(size)), *unfused(size)) if options.takes(c.name)]
+    if model == WIDE:
+        ways = with_jmp_kit(task(size))[:2] + in_float8(task(size)) + by_hand(task(size))[:1]
+    else:
+        ways = contenders(task(size)) + unfused(size)
+    field = [c for c in ways if options.takes(c.name)]
     return measure(field, batches, steps=options.steps, title=model)
 
 

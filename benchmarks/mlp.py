@@ -12,7 +12,7 @@ import optax
 
 from benchmarks.measuring import matrix_rate, measure
 from benchmarks.results import Column, Options, Row, number
-from benchmarks.training import Task, contenders
+from benchmarks.training import Task, contenders, in_float8
 
 COLUMNS = [
     Column("contender", lambda row: row["contender"]),
@@ -38,13 +38,14 @@ class Wide(nn.Module):
 
 
 def run(options: Options) -> list[Row]:
-    """In bfloat16, by jmp_kit and by hand; the gradient of the inputs is not needed."""
+    """In bfloat16, by jmp_kit and by hand, and in float8; inputs need no gradient."""
     width, batch = (64, 128) if options.tiny else (8192, 32768)
     rate = matrix_rate(width, jnp.bfloat16)
     x = jax.random.normal(jax.random.key(0), (batch, width))
     labels = jnp.arange(batch) % width
     task = Task(lambda dtype: Wide(width, dtype), x[:1], optax.sgd(0.1))
-    field = [c for c in contenders(task) if "bfloat16" in c.name and options.takes(c.name)]
+    halves = [c for c in contenders(task) if "bfloat16" in c.name]
+    field = [c for c in (*halves, *in_float8(task)) if options.takes(c.name)]
     rows = measure(field, [(x, labels)], steps=options.steps, title="mlp")
     operations = (6 * 4 - 2) * batch * width**2
     for row in rows:

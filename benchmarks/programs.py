@@ -25,8 +25,8 @@ from benchmarks.compiled import product_dtypes, program_bytes
 from benchmarks.deviceless import H200, deviceless
 from benchmarks.measuring import Contender, told
 from benchmarks.results import Column, Options, Row, number
-from benchmarks.training import Task, by_hand, float32, peers, with_jmp_kit
-from benchmarks.zoo import ZOO
+from benchmarks.training import Task, by_hand, float32, in_float8, peers, with_jmp_kit
+from benchmarks.zoo import WIDE, ZOO
 
 DEVICE = "NVIDIA H200, compiled for and not run"
 
@@ -35,6 +35,12 @@ KERNELS: dict[str, dict[str, Any]] = {
     "the libraries' kernels": {"xla_gpu_enable_triton_gemm": False},
 }
 BY_HAND = "by hand, bfloat16"
+COMPARED = {"bytes_moved", "temporary_mib", "launches", "estimated_ms"}
+
+# What an H200 is taken to reach: operations and bytes a second. Fused attention's own products are
+# not counted, and the bytes of products are counted as if nothing hid them.
+RATES = {"bfloat16": 790e12, "float8_e4m3fn": 1500e12}
+BYTES = 4.3e12
 
 
 def _compared(key: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
@@ -53,6 +59,7 @@ COLUMNS = [
     Column("temporary, GiB", _compared("temporary_mib", ",.2f", 1 / 1024)),
     Column("memory, GiB", number("program_mib", ",.2f", 1 / 1024)),
     Column("launches", _compared("launches", ",.0f")),
+    Column("products and bytes, ms", _compared("estimated_ms", ",.1f")),
     Column("trace, s", number("trace_s", ".1f")),
     Column("compile, s", number("compile_s", ".1f")),
 ]
@@ -89,6 +96,12 @@ def _programs(tiny: bool) -> Iterator[Program]:
             model = sized.at(tiny)
             for contender in by_hand(model.task)[:1] + with_jmp_kit(model.task)[:2]:
                 yield Program(group, name, contender, model.batch, compiler_options)
+    for group, compiler_options in KERNELS.items():
+        for name, sized in WIDE.items():
+            model = sized.at(tiny)
+            ways_of = by_hand(model.task)[:1] + with_jmp_kit(model.task)[:2] + in_float8(model.task)
+            for contender in ways_of:
+                yield Program(f"float8, {group}", name, contender, model.batch, compiler_options)
     for name, ways in OTHER_WAYS.items():
         model = ZOO[name].at(tiny)
         for contender in ways(model.task):
@@ -151,7 +164,13 @@ def _compiled(program: Program) -> Row:
     compiled = traced.lower().compile({**H200.compiler_options, **program.compiler_options})
     compile_s = time.perf_counter() - start - trace_s
     moved = jmp_kit.numerics.traffic(compiled)
+    estimated = {}
+    if program.group.startswith("float8"):
+        products = jmp_kit.numerics.audit(step, state, *program.batch).products
+        seconds = sum(p.flops / RATES[p.lhs_dtype] for p in products) + moved.nbytes / BYTES
+        estimated = {"estimated_ms": 1e3 * seconds}
     return {
+        **estimated,
         "products": product_dtypes(compiled),
         "bytes_moved": moved.nbytes,
         "wide": moved.wide,
@@ -168,7 +187,7 @@ def _with_ratios(rows: list[Row]) -> Iterator[Row]:
     hands = {(row["group"], row["model"]): row for row in rows if row["contender"] == BY_HAND}
     for row in rows:
         hand = hands.get((row["group"], row["model"]), {})
-        shared = hand.keys() & row.keys() & {"bytes_moved", "temporary_mib", "launches"}
+        shared = hand.keys() & row.keys() & COMPARED
         yield {**row, **{f"{key}_ratio": row[key] / hand[key] for key in shared}}
 
 

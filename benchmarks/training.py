@@ -83,6 +83,16 @@ def with_jmp_kit(task: Task) -> list[Contender]:
     ]
 
 
+def in_float8(task: Task) -> list[Contender]:
+    """Around the loss and around the whole step."""
+    step = plain_step(task.loss(), task.optimizer)
+    whole = jmp_kit.autocast(step, "mixed_float8")
+    return [
+        four_lines("jmp_kit, float8", task, "mixed_float8", jmp_kit.NoOpLossScale()),
+        Contender("jmp_kit, float8, one line", whole, plain_state(task)),
+    ]
+
+
 def by_hand(task: Task) -> list[Contender]:
     """`dtype=` on every module; float16 with Flax's loss scale."""
     half = plain_step(task.loss(jnp.bfloat16), task.optimizer)

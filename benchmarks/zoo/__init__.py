@@ -35,3 +35,17 @@ ZOO = {
     "lstm": Sized(recurrent.lstm, {}, _WORDS),
     "mamba": Sized(recurrent.mamba, {}, _WORDS),
 }
+
+# Those whose products are large enough for float8.
+WIDE = {
+    "gpt 1.3B, 4 layers": Sized(
+        decoders.gpt,
+        {"fused": True, "layers": 4, "width": 2048, "heads": 16, "batch": 16},
+        _WORDS | {"heads": 2},
+    ),
+    "llama 7B, 2 layers": Sized(
+        decoders.llama,
+        {"layers": 2, "width": 4096, "heads": 32, "groups": 32, "hidden": 11008, "batch": 4},
+        _LLAMA,
+    ),
+}
