@@ -252,6 +252,7 @@ class DynamicLossScale(_Scaling):
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
+"""Any of the three, for annotations."""
 
 
 def refuse_class(loss_scale: Any) -> None:

@@ -10,8 +10,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_kit.programs._jaxpr import is_var, names_within, opened, scan_counts, subjaxprs
 from jmp_kit.programs._marks import is_in_full_precision
 
-# The primitives that are products, by name, for JAX does not export all of them.
+# By name, because JAX does not export all of them.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+"""The names of the primitives that `autocast` takes for products: matrix products, convolutions and
+ragged products."""
 
 # What libraries compute as one, attention say.
 KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
