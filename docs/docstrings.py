@@ -14,5 +14,5 @@ class Docstrings(griffe.Extension):
     def on_object(self, *, obj, **_):
         """Once for each module, class, function and attribute."""
         if obj.docstring:
-            text = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)
-            obj.docstring.value = text
+            text = obj.docstring.value
+            obj.docstring.value = re.sub(r"(?m)^( *)Example:$", r"\1Examples:", text)

@@ -52,7 +52,8 @@ def test_the_readme_runs(block, standard_promotion):
     exec(block, {})
 
 
-def test_the_readme_has_the_two_commands():
+def test_the_readme_is_short_and_has_the_two_commands():
+    assert len(README.splitlines()) <= 200
     assert "make demo" in README
     assert "make test" in README
 

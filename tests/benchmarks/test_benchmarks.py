@@ -213,6 +213,18 @@ def test_half_precision_moves_and_needs_no_more_than_by_hand_as_the_site_says(pr
     assert scattered["bytes_moved"] >= 1.1 * gathered["bytes_moved"]
 
 
+def test_the_readme_tells_the_best_and_the_worst_model(programs):
+    own, ours = "XLA's own kernels", "jmp_kit, bfloat16, one line"
+    rows = [programs[own, model, ours] for model in ZOO]
+    said = " ".join((report.ROOT / "README.md").read_text().split())
+    for key, sentence in (
+        ("temporary_mib_ratio", "need {} to {} times as much temporary memory"),
+        ("bytes_moved_ratio", "read and write {} to {} times as many bytes"),
+    ):
+        ratios = [row[key] for row in rows]
+        assert sentence.format(f"{min(ratios):.2f}", f"{max(ratios):.2f}") in said
+
+
 def test_the_zoo_is_compiled_in_three_ways_with_both_kinds_of_kernels(programs):
     for group in KERNELS:
         for model in ZOO:
