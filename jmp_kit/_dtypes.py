@@ -35,8 +35,8 @@ _UNKNOWN_DTYPE = (
 def half_dtype() -> np.dtype:
     """The 16-bit floating-point dtype native to the default backend.
 
-    bfloat16 on TPU, float16 elsewhere, as in jmp. GPUs since Ampere run bfloat16 just as fast,
-    and it needs no loss scaling: ask for it by name where you have one.
+    It is bfloat16 on TPUs and float16 elsewhere, as in jmp. GPUs since Ampere run bfloat16 just as
+    fast, and it needs no loss scale: write "mixed_bfloat16" there.
 
     Returns:
       A NumPy dtype.

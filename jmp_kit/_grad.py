@@ -38,17 +38,17 @@ def value_and_grad(
 
         value = fun(x)        grads = grad(x -> loss_scale * fun(x)) / loss_scale
 
-    Called and answered like `jax.value_and_grad(fun, argnums, has_aux)`. The value is the loss as
-    `fun` computed it. Gradients are true ones, unscaled in float32 (float64 stays) with the scale
-    that scaled them, whatever the dtype of the parameters; where the backward pass overflowed
-    they are infinite or NaN, which `mixed_precision` looks for.
+    It is called like `jax.value_and_grad(fun, argnums, has_aux)`, and gives the same structure. The
+    value is the loss as `fun` computed it. The gradients are true ones: the scale that multiplied
+    them divides them again, in float32 (float64 stays), whatever the dtype of the parameters. Where
+    the backward pass overflowed they are infinite or NaN, and `mixed_precision` skips the step.
 
     Args:
       fun: returns a floating-point scalar, or a pair of it and anything if `has_aux`.
       loss_scale: `NoOpLossScale()`, `StaticLossScale(2.0**15)`, a `DynamicLossScale`, or what
         `loss_scale_of(opt_state)` finds.
-      argnums: which positional arguments to differentiate by. They may hold what is no array, as
-        Equinox modules do: that has no gradient, but None.
+      argnums: which positional arguments to differentiate by. They may hold leaves that are no
+        arrays, as Equinox modules do: the gradient of such a leaf is None.
       has_aux: whether `fun` returns a pair.
       allow_int: whether integer arguments may be differentiated by (gradients of dtype float0).
 
@@ -70,8 +70,9 @@ def value_and_grad(
       >>> f"{grad:.2e} {grad.dtype}"
       '1.00e-08 float32'
 
-      Several losses, each with a scale of its own. Gradients are true ones, so they can be added,
-      and every scale is adjusted by its own; `mixed_precision` without one skips if any overflowed.
+      Several losses, each with a scale of its own. Gradients are true ones, so they can be added.
+      Each scale is adjusted by the gradients of its own loss. `mixed_precision` without a scale
+      skips the step if any of them overflowed.
 
       >>> losses = [lambda w: 3e-8 * w.astype(jnp.float32), lambda w: w.astype(jnp.float32) ** 2]
       >>> scales = [jmp_kit.DynamicLossScale(2.0**20), jmp_kit.DynamicLossScale(2.0**4)]

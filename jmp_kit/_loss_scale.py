@@ -1,4 +1,4 @@
-"""Loss scales: what the loss is multiplied by so that float16 gradients do not vanish."""
+"""Loss scales: numbers that multiply the loss, so that float16 gradients do not vanish."""
 
 import dataclasses
 import math
@@ -76,11 +76,11 @@ class _Scaling:
 @register_state
 @dataclasses.dataclass(frozen=True)
 class StaticLossScale(_Scaling):
-    """A constant scale, for when a good one is known.
+    """A constant scale, for a run whose good scale is known.
 
         scale(x) = x * loss_scale        unscale(x) = x / loss_scale
 
-    Both work on the floating-point leaves of a pytree and give float32 or wider.
+    Both work on the floating-point leaves of a pytree, and their results are float32 or wider.
 
     Args:
       loss_scale: a positive, finite number. It is part of the structure: there are no leaves.
@@ -129,13 +129,13 @@ class DynamicLossScale(_Scaling):
     Args:
       loss_scale: float32[], the scale at the start; a leaf.
       counter: int32[], finite steps since the scale last changed or a step overflowed; a leaf.
-      period: after how many finite steps in a row the scale grows; from 2**31 on it never does.
-      factor: what it then grows by, over 1.
+      period: the scale grows after so many finite steps in a row; from 2**31 on it never grows.
+      factor: multiplies the scale when it grows; over 1.
       min_loss_scale: the scale never falls below it; 0 for no limit but float32's own.
-      backoff_factor: what the scale is multiplied by on overflow, below 1; 1 / factor if None.
+      backoff_factor: multiplies the scale when a step overflows; below 1. None means 1 / factor.
       max_loss_scale: the scale never grows over it; None for no limit but float32's own.
-      hysteresis: how many overflows in a row it takes before the scale backs off. From 2 on their
-        number `overflows`, int32[], is a third leaf.
+      hysteresis: the scale backs off after so many overflows in a row. From 2 on there is a third
+        leaf, `overflows`, int32[], which counts them.
 
     Raises:
       ValueError: if a value is no number, bool, NaN, infinite, zero or negative, `factor` is not

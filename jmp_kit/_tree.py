@@ -33,15 +33,15 @@ def cast_floating(tree: T, dtype: np.dtype) -> T:
 
 
 def all_finite(tree: Any, axis_name: str | tuple[str, ...] | None = None) -> jax.Array:
-    """Whether no element of any leaf is infinite or NaN.
+    """Whether all elements of all leaves are finite: none is infinite or NaN.
 
         all_finite(tree) = all(isfinite(x) for leaf in tree for x in leaf)
 
     Args:
       tree: a pytree. Leaves without infinities (integers, bools, keys, `None`, non-arrays) count
         as finite, and so does an empty tree.
-      axis_name: under `shard_map` and `pmap`, the axes along which devices hold different trees:
-        all of them get the same answer.
+      axis_name: under `shard_map` and `pmap`, the axes along which devices hold different trees.
+        All devices then get the same answer.
 
     Returns:
       bool[], computed on the device; it can be used under jit.
@@ -98,16 +98,16 @@ def boolean_scalar(name: str, value: ArrayLike) -> jax.Array:
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
-    """One of two trees, chosen on the device, every bit of it kept.
+    """One of two trees, chosen on the device. Every bit of it is kept.
 
         select_tree(pred, a, b) = a if pred else b
 
-    Use it to skip whatever else a step changes when its gradients were not finite: batch
-    statistics, a moving average, a random key.
+    Use it where a step whose gradients are not finite must change nothing: for batch statistics, a
+    moving average, a random key.
 
     Args:
       pred: bool[].
-      on_true: a pytree of arrays and numbers; what is neither must be the same in both trees.
+      on_true: a pytree of arrays and numbers. Other leaves must be the same in both trees.
       on_false: a pytree of the same structure, shapes and dtypes.
 
     Returns:

@@ -1,7 +1,7 @@
 """Restoring a training state that Orbax saved, at the same precision or at another.
 
-Saving needs nothing of ours. Everything that a run goes on from is in its state: parameters, what
-is kept of them, moments, loss scale, counts, seeds.
+Saving needs nothing of ours. Everything that a run goes on from is in its state: parameters, their
+masters, moments, loss scale, counts, seeds.
 
     manager = orbax.checkpoint.CheckpointManager(directory)
     manager.save(step, args=orbax.checkpoint.args.StandardSave(state))  # in the background
@@ -38,27 +38,28 @@ def restore(
 ) -> Any:
     """The state that was saved last, or at one step, in the structure and precision of `like`.
 
-    Bit for bit where dtypes are the same, and converted by `convert_precision` where they are not:
-    a float32 checkpoint into bfloat16 parameters with remainders, another `master`, other moments,
-    with plain optax or with `mixed_precision`.
+    Where the dtypes are the same, every bit is. Where they differ, `convert_precision` converts: a
+    float32 checkpoint into bfloat16 parameters with remainders, to another `master` or to other
+    moments, from plain optax or to it.
 
     Args:
-      directory: of an `orbax.checkpoint.CheckpointManager`, or of one checkpoint; local.
-      like: a state as the run starts with: its structure, dtypes and shardings.
-      step: which one; None for the latest.
+      directory: a local directory: that of an `orbax.checkpoint.CheckpointManager`, or of one
+        checkpoint.
+      like: a state as the run starts with. It gives the structure, the dtypes and the shardings.
+      step: which step; None for the latest.
       params: the entry of the state that holds the parameters, or the path to it.
       exact: whether to refuse a conversion that loses something.
-      fall_back: whether to go on with the newest good checkpoint before it, with a warning, where
-        one cannot be read. The steps since then are trained again.
+      fall_back: whether to warn and go on with the newest good checkpoint before it, if the
+        checkpoint cannot be read. The steps since then are trained again.
 
     Returns:
-      The restored state. Keep the step in it too, to know where to go on.
+      The restored state. Keep the number of the step in your state too, to know where to go on.
 
     Raises:
       FileNotFoundError: if there is no checkpoint in `directory`, or none of that step.
-      ValueError: if `directory` is not local; if one cannot be read (truncated, damaged, of
-        another kind), naming the file; or as `convert_precision`, if it is of another model or
-        optimizer, or `exact` and something would be lost.
+      ValueError: if `directory` is not local; if the checkpoint cannot be read (it is truncated,
+        damaged or of another kind), naming the file; or as `convert_precision`: if it is of another
+        model or optimizer, or if something would be lost and `exact` is true.
 
     Example:
       >>> import tempfile
@@ -98,11 +99,11 @@ def restore(
 def read(directory: Any, step: int | None = None) -> Any:
     """What was saved last, or at one step, as it was saved: dicts and lists of NumPy arrays.
 
-    To look at, where the program that saved it is not at hand; to train on, use `restore`.
+    This is to look at a checkpoint without the program that saved it. To train on, use `restore`.
 
     Args:
       directory: as `restore` takes it.
-      step: which one; None for the latest.
+      step: which step; None for the latest.
 
     Returns:
       The state.

@@ -1,4 +1,4 @@
-"""A policy for Flax linen modules, which stay as they are.
+"""A policy for Flax linen modules. The modules stay as they are.
 
 model = jmp_kit.linen.apply_policy(Network(), "mixed_bfloat16", rules={"head": "float32"})
 variables = model.init(key, x)      # parameters in param_dtype, statistics in float32
@@ -34,28 +34,30 @@ def apply_policy(
     policy: Policy | str | DTypeLike,
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
 ) -> Module:
-    """The same linen module, its parameters, compute and outputs in the dtypes of a policy.
+    """The same linen module, with parameters, compute and outputs in the dtypes of a policy.
 
         init:  cast_to_param(module.init(...))
         apply: cast_to_output(autocast(module.apply, policy, rules)(...))
 
-    The module need not say anything about dtypes. What comes out is a linen module too, of a class
-    that is the module's in name and by inheritance: to be called, bound, cloned and tabulated, for
-    `nn.scan`, `nn.Sequential` and as a part of another module, which may have another policy.
-    Paths of parameters and of products are the module's own, so checkpoints fit. Parameters have
-    the `param_dtype` of the outermost policy. Statistics and other collections keep their dtypes.
+    The module need not say anything about dtypes. The result is a linen module too. Its class has
+    the name of the module's class, and inherits from it. Call it, bind, clone and tabulate it, give
+    it to `nn.scan` and `nn.Sequential`, and make it a part of another module, which may have
+    another policy. Paths of parameters and of products are the module's own, so checkpoints fit.
+    Parameters have the `param_dtype` of the outermost policy. Statistics and other collections keep
+    their dtypes.
 
     Args:
-      module: a linen module, or a class of them, as for `nn.scan` and `nn.remat`.
-      policy: what `autocast` takes.
-      rules: what products compute in, by path, as in `autocast`: regular expressions over module
-        paths ("decoder/lm_head"), the first match wins.
+      module: a linen module, or a class of modules, as for `nn.scan` and `nn.remat`.
+      policy: a `Policy`, its description, or a dtype. The name of a dtype stands for parameters and
+        outputs too: "bfloat16" is not "mixed_bfloat16" here.
+      rules: other compute dtypes for some products, as in `autocast`: regular expressions over
+        module paths ("decoder/lm_head"), of which the first match wins.
 
     Returns:
-      A module, or a class. A module that belongs to none is not changed.
+      A module, or a class. A module that is no part of another one is not changed itself.
 
     Raises:
-      TypeError: if `module` is neither.
+      TypeError: if `module` is neither a module nor a class of modules.
       ValueError: if `policy` or `rules` cannot be read; when applied, if a rule matches nothing.
 
     Example:
@@ -167,15 +169,15 @@ def _stored(changed: Any, before: Any, policy: Policy) -> Any:
 
 
 def paths(module: nn.Module, rngs: Any, *args: Any, **kwargs: Any) -> Paths:
-    """What `rules` are compared with: the paths of each product. Print it for a table.
+    """The paths of each product, with which `rules` are compared. Print it for a table.
 
     Args:
       module: a linen module, under a policy or not.
-      rngs, args, kwargs: as for its `init`; arrays may be abstract. Nothing is computed.
+      rngs, args, kwargs: as for the module's `init`. Arrays may be abstract: nothing is computed.
 
     Returns:
-      A tuple of strings for each product: name scopes, which are module paths, and the paths of
-      the arguments and parameters that feed it.
+      A tuple of strings for each product: its name scopes, which are module paths, and the paths
+      of the arguments and parameters that feed it.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp

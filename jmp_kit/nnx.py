@@ -1,8 +1,8 @@
-"""A policy for Flax nnx models, which stay as they are.
+"""A policy for Flax nnx models. The models stay as they are.
 
 model = jmp_kit.nnx.apply_policy(Network(rngs=nnx.Rngs(0)), "mixed_float16", {"head": "float32"})
 
-`value_and_grad` scales the loss, an `nnx.Optimizer` of `jmp_kit.mixed_precision` does the rest:
+`value_and_grad` scales the loss, and an `nnx.Optimizer` of `jmp_kit.mixed_precision` does the rest.
 `examples/minimal_nnx.py` is a whole training.
 """
 
@@ -39,23 +39,25 @@ Rules = Mapping[str, Policy | str | DTypeLike]
 def apply_policy(
     model: Model, policy: Policy | str | DTypeLike, rules: Rules | None = None
 ) -> Model:
-    """The same nnx model, its parameters, compute and outputs in the dtypes of a policy.
+    """The same nnx model, with parameters, compute and outputs in the dtypes of a policy.
 
         model's nnx.Param:  cast_to_param
         public methods:     cast_to_output(autocast(method, policy, rules)(...))
 
-    The model need not say anything about dtypes, and it is what it was: an instance of its class,
-    with its attributes, its methods and its state, to be split, viewed, trained, pickled and saved.
-    Its statistics stay float32, and its random state is not touched. What one method calls of the
-    model runs under the policy of the call; a part of it may have a policy of its own, and keeps
-    it. Parts without one that are called by themselves compute as they did. A second policy takes
-    the place of the first.
+    The model need not say anything about dtypes. It stays what it was: an instance of its class,
+    with its attributes, its methods and its state. Split, view, train, pickle and save it as
+    before. Its statistics stay float32, and its random state is not touched.
+
+    A part of the model may have a policy of its own, and keeps it. The other parts run under the
+    policy of the model while one of its methods runs, and as they were if they are called by
+    themselves. A second policy takes the place of the first.
 
     Args:
-      model: an nnx model, which is changed.
-      policy: what `autocast` takes.
-      rules: what products compute in, by path, as in `autocast`: regular expressions over the
-        paths of parameters ("decoder/lm_head/kernel"), the first match wins.
+      model: an nnx model. It is changed in place.
+      policy: a `Policy`, its description, or a dtype. The name of a dtype stands for parameters and
+        outputs too: "bfloat16" is not "mixed_bfloat16" here.
+      rules: other compute dtypes for some products, as in `autocast`: regular expressions over the
+        paths of parameters ("decoder/lm_head/kernel"), of which the first match wins.
 
     Returns:
       The model.
@@ -142,16 +144,16 @@ def _method(
 
 
 def paths(model: nnx.Module, *args: Any, **kwargs: Any) -> Paths:
-    """What `rules` are compared with. Print it for a table.
+    """The paths with which `rules` are compared. Print it for a table.
 
     Args:
       model: an nnx model, under a policy or not.
-      args, kwargs: as the model is called; arrays may be abstract. Nothing is computed.
+      args, kwargs: as the model is called. Arrays may be abstract: nothing is computed.
 
     Returns:
       A tuple of strings for each product: the paths of the arguments and parameters that feed it,
-      and name scopes. Without `args` and `kwargs` the path of each parameter, whether it feeds a
-      product or not.
+      and its name scopes. Without `args` and `kwargs` it gives the path of each parameter, whether
+      it feeds a product or not.
 
     Example:
       >>> import jax.numpy as jnp
@@ -196,10 +198,10 @@ def value_and_grad(
     Args:
       fun, loss_scale, has_aux: as for `jmp_kit.value_and_grad`.
       argnums: which positional arguments to differentiate by, or `nnx.DiffState`s.
-      keep_skipped_state: whether to keep what `fun` set in the model even though a gradient is not
-        finite, and the optimizer will skip the step.
+      keep_skipped_state: whether to keep what `fun` set in the model where a gradient is not
+        finite, so that the optimizer skips the step.
       axis_name: under `shard_map` and `pmap`, the axes along which devices hold different
-        gradients: all of them keep what `fun` set, or none.
+        gradients. Either all devices keep what `fun` set, or none does.
 
     Returns:
       A function of `fun`'s arguments that returns `(value, grads)`, or `((value, aux), grads)`,

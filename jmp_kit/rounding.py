@@ -25,7 +25,7 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
       dtype: float16, bfloat16, or a dtype of at least 32 bits, which changes nothing.
 
     Returns:
-      float32[...]; what is beyond the format's largest number is infinite, NaN stays NaN.
+      float32[...]. Values beyond the format's largest number become infinite. NaN stays NaN.
 
     Example:
       >>> import jax.numpy as jnp, jmp_kit
@@ -48,7 +48,7 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A float32 as a bfloat16 near it and the 16 bits that are missing: 4 bytes, nothing lost.
+    """A float32 as the nearest bfloat16 and the 16 bits that it lacks: 4 bytes, nothing lost.
 
          31 30      23 22              16 15                             0
         ┌──┬──────────┬──────────────────┬────────────────────────────────┐
@@ -60,8 +60,8 @@ def split_float32(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     `low` is the low half of the bits, read as a signed number: from 2^15 on it is negative and
     `high` is the next bfloat16, away from zero. So `high` is the bfloat16 nearest to `x`, not
-    the one below. Where two are equally near, it is the one further from zero. (Ties to even,
-    as a cast has them, would take one bit more: 2^16 + 1 numbers round to an even bfloat16.)
+    the one below. Where two are equally near, it is the one further from zero. (A cast takes the
+    even one. That would need one bit more: 2^16 + 1 numbers round to an even bfloat16.)
 
     Args:
       x: float32[...].
@@ -137,8 +137,8 @@ def stochastic_round(key: jax.Array, x: jax.Array, dtype: DTypeLike = jnp.bfloat
         below <= x <= above, neighbours in `dtype`
         P(above) = (x - below) / (above - below)         so that E[result] = x
 
-    A float32 that is rounded to bfloat16 loses 16 bits. Adding 16 random bits to them carries into
-    the bits that stay just as often as it should:
+    A float32 that is rounded to bfloat16 loses 16 bits. Add 16 random bits to them: the sum carries
+    into the bits that stay just as often as it should:
 
          31 30      23 22              16 15                             0
         ┌──┬──────────┬──────────────────┬────────────────────────────────┐
@@ -148,8 +148,8 @@ def stochastic_round(key: jax.Array, x: jax.Array, dtype: DTypeLike = jnp.bfloat
                           carry  <───────┘
         then the low 16 are cleared. float16 loses 13 bits, and more below 2^-14.
 
-    A weight in 16 bits to which many small updates are added moves by them on average, where
-    rounding to nearest would leave it where it is.
+    So many small updates move a 16-bit weight, on average by their sum. Rounding to nearest would
+    leave it where it is.
 
     Args:
       key: a random key, `jax.random.key(0)`. The same key rounds the same values the same way;
@@ -158,8 +158,8 @@ def stochastic_round(key: jax.Array, x: jax.Array, dtype: DTypeLike = jnp.bfloat
       dtype: bfloat16 or float16.
 
     Returns:
-      `dtype`[...]. What `dtype` can represent, infinities included, stays as it is; NaN stays
-      NaN. The neighbour above the largest number is infinity.
+      `dtype`[...]. Values that `dtype` can represent, infinities included, stay as they are, and
+      NaN stays NaN. The neighbour above the largest number is infinity.
 
     Raises:
       TypeError: if `x` is no float32 array.

@@ -23,31 +23,32 @@ _FIELDS = MixedPrecisionState._fields
 def convert_precision(
     state: Any, like: Any, *, params: str | Iterable[str] = "params", exact: bool = True
 ) -> Any:
-    """A training state in the precision of another: same weights, same moments, same counts.
+    """A training state in the precision of another, with the same weights, moments and counts.
 
         for every parameter:
             full = parameter completed by its master                           # float32
             parameter, master = round(full), what the rounding lost            # as `like` keeps it
         everything else as in `state`, in the dtypes of `like`
 
-    Both states are pytrees with an entry for the parameters and, anywhere else, what an optimizer's
-    `init` gave for them: a dict, a NamedTuple, a Flax `TrainState`. Leaves are matched by path, so
-    `state` may also be the dicts and lists that a checkpoint library gives back. Either may be
-    without `mixed_precision`: a float32 run with plain optax goes on with it, or the other way.
+    Both states are pytrees: a dict, a NamedTuple, a Flax `TrainState`. One entry holds the
+    parameters, and the state that an optimizer's `init` gave for them is anywhere else. Leaves are
+    matched by path, so `state` may also be the dicts and lists that a checkpoint library gives
+    back. Either state may be without `mixed_precision`: a float32 run with plain optax can go on
+    with it, and the other way round.
 
     Args:
       state: what to convert.
-      like: a state of the wanted structure, dtypes and shardings. It may be abstract
+      like: a state with the structure, dtypes and shardings that you want. It may be abstract
         (`jax.eval_shape`) if `state` has everything that it has.
       params: the entry that holds the parameters, or the path to it: ("variables", "params").
       exact: whether to refuse what cannot be kept exactly. float32 and remainder masters become
-        each other exactly; "kahan" keeps about 16 bits, "stochastic" and "none" 8 (bfloat16) or
-        11. With `exact=False` these are rounded to nearest.
+        each other exactly. "kahan" keeps about 16 bits; "stochastic" and "none" keep 8 bits in
+        bfloat16, and 11 in float16. With `exact=False` values are rounded to nearest.
 
     Returns:
-      A pytree with the structure of `like`. What belongs to `mixed_precision` alone (loss scale,
-      seed, counts of skipped steps) and is not in `state` is as in `like`. It shares arrays with
-      both: what is donated afterwards is gone in all. It reads values: call it outside jit.
+      A pytree with the structure of `like`. The loss scale, the seed and the counts of skipped
+      steps come from `like` if `state` has none. The result shares arrays with both states, so
+      what is donated afterwards is gone in all three. It reads values: call it outside jit.
 
     Raises:
       ValueError: if the two are not states of the same training, with what is missing, unexpected

@@ -37,17 +37,17 @@ def loss_scale_of(opt_state: Any) -> LossScale:
 
 
 def metrics(opt_state: Any) -> dict[str, Any]:
-    """Numbers for the log: how the loss scale does and how many steps were skipped.
+    """Numbers for the log: the loss scale, and how many steps were skipped.
 
-    Python's own, which print and go into JSON as they are; so it waits for the device, as `float`
-    does. Under jit, and of states stacked by `vmap` or `pmap`, arrays.
+    They are Python's numbers, which print and go into JSON as they are. So it waits for the device,
+    as `float` does. Under jit, and for states stacked by `vmap` or `pmap`, they are arrays.
 
     Args:
       opt_state: as for `loss_scale_of`.
 
     Returns:
-      "loss_scale" (float32), "finite" (bool, did the last step apply), "skipped" (int32, in all)
-      and "consecutive_skipped" (int32, in a row).
+      "loss_scale" (float32), "finite" (bool: the last step was applied), "skipped" (int32: steps
+      skipped in all) and "consecutive_skipped" (int32: steps skipped in a row).
 
     Raises:
       ValueError: as `loss_scale_of`.
@@ -73,18 +73,18 @@ def metrics(opt_state: Any) -> dict[str, Any]:
 def raise_if_diverged(opt_state: Any, max_consecutive_skips: int = 50) -> None:
     """Stop a run whose steps are all skipped, or whose loss scale grows without an end.
 
-    Its parameters have ceased to move, or nothing is scaled.
+    In the first case its parameters no longer move. In the second the scale scales nothing.
 
-    Waits for the device: call it outside jit, every hundred steps or so.
+    It waits for the device: call it outside jit, every hundred steps or so.
 
     Args:
       opt_state: as for `loss_scale_of`.
-      max_consecutive_skips: how many skipped steps in a row are still put up with. A scale that
-        starts far too high is found by halving, 1 skip a halving.
+      max_consecutive_skips: how many skipped steps in a row are allowed. A scale that starts far
+        too high is halved once a step, and each halving is a skipped step.
 
     Raises:
       FloatingPointError: if more were skipped, or a scale without a `max_loss_scale` is over
-        2^40; it says what the scale is and what to do.
+        2^40. The message says what the scale is, and what to do.
       ValueError: as `loss_scale_of`; or if it is called under jit.
 
     Example:

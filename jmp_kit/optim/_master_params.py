@@ -11,7 +11,7 @@ from jmp_kit.optim._master import full_value
 
 
 def master_params(opt_state: Any, params: Any) -> Any:
-    """The float32 weights that are being trained, whatever form they are kept in.
+    """The float32 weights that are being trained, in whatever form they are kept.
 
         master_params = params, each 16-bit one completed by what `mixed_precision` keeps of it
 
@@ -21,16 +21,16 @@ def master_params(opt_state: Any, params: Any) -> Any:
       params: the parameters that belong to it.
 
     Returns:
-      The parameters in float32 (float64 stays): exact under masters "float32" and "remainder",
-      compensated under "kahan", and the 16-bit values where nothing more is kept. It may be called
-      under jit. Integers and what is no array are left as they are.
+      The parameters in float32 (float64 stays). They are exact under masters "float32" and
+      "remainder", compensated under "kahan", and the 16-bit values where nothing more is kept.
+      Integers and leaves that are no arrays stay as they are. It may be called under jit.
 
     Raises:
       ValueError: if there is no `MixedPrecisionState` in `opt_state`, or if the parameters are not
         those it was made for.
 
     Example:
-      Half weights for inference are a cast of them, `policy.cast_to_compute(full)`.
+      For half weights to serve, cast them: `policy.cast_to_compute(full)`.
 
       >>> import jax, jax.numpy as jnp, jmp_kit, optax
       >>> params = {"w": jnp.ones(2, jnp.bfloat16)}
@@ -40,8 +40,8 @@ def master_params(opt_state: Any, params: Any) -> Any:
       >>> jmp_kit.master_params(opt_state, params)
       {'w': Array([0.999, 0.999], dtype=float32)}
 
-      An exponential moving average is taken of these: in 16 bits it would stand still. A skipped
-      step changes nothing, so it is left out of the average.
+      Take an exponential moving average of these weights: in 16 bits it would stand still. A
+      skipped step changes nothing, so it is left out of the average.
 
       >>> ema = optax.ema(0.99)
       >>> ema_state = ema.init(jmp_kit.master_params(opt_state, params))

@@ -34,6 +34,16 @@ from jmp_kit.rounding import round_to
 class MixedPrecisionState(NamedTuple):
     """What `mixed_precision` remembers from one step to the next.
 
+    Attributes:
+      loss_scale: the loss scale of the next step.
+      inner_state: the state of the inner optimizer, of float32 parameters.
+      master: a tree like the parameters. A 16-bit parameter has what completes it there: float32
+        (the master itself), int16 (a remainder), bfloat16 (kahan) or None. Others have None.
+      finite: bool[], whether the last step was applied.
+      skipped: int32[], how many steps were skipped in all.
+      consecutive_skipped: int32[], how many were skipped in a row, up to the last.
+      key: uint32[2], key data, where something is rounded at random; else None.
+
     Example:
       >>> import jax.numpy as jnp, jmp_kit, optax
       >>> optimizer = jmp_kit.mixed_precision(optax.sgd(0.1))
@@ -43,14 +53,12 @@ class MixedPrecisionState(NamedTuple):
     """
 
     loss_scale: LossScale
-    inner_state: optax.OptState  # of the inner optimizer, about float32 parameters
-    # Like the parameters. For 16-bit ones what completes them, [...] of float32 (the master),
-    # int16 (remainder) or bfloat16 (kahan), or None; None for the others.
+    inner_state: optax.OptState
     master: Any
-    finite: jax.Array  # bool[]: did the last step apply
-    skipped: jax.Array  # int32[]: steps that did not, in all
-    consecutive_skipped: jax.Array  # int32[]: and in a row, up to the last
-    key: jax.Array | None = None  # uint32[2]: key data, where anything is rounded at random
+    finite: jax.Array  # bool[]
+    skipped: jax.Array  # int32[]
+    consecutive_skipped: jax.Array  # int32[]
+    key: jax.Array | None = None  # uint32[2]
 
 
 _GENERATOR = "threefry2x32"  # whatever `jax_default_prng_impl` says: the same bits everywhere
@@ -80,64 +88,59 @@ def mixed_precision(
             full = full + updates
             parameter, master = round(full), what the rounding lost
 
-    When gradients are not finite, everything but `loss_scale` and the counts of skipped steps
-    keeps every bit: parameters, moments, schedules, weight decay, masters. There is no branch and
+    When gradients are not finite, only `loss_scale` and the counts of skipped steps change.
+    Parameters, moments, schedules, weight decay and masters keep every bit. There is no branch, and
     nothing waits for the host. The inner optimizer sees true gradients and float32 parameters,
     and its state keeps the dtypes it started with. (On a CPU every sum flushes subnormal numbers
-    to zero, that of `optax.apply_updates` too.)
+    to zero, also the sum in `optax.apply_updates`.)
 
-    Where a 16-bit parameter is not the rounded master when the next step comes, for weights were
-    loaded, clipped, averaged or changed by a transformation around this one, the parameter is
-    what is meant, and the master follows it.
+    You may change a 16-bit parameter between two steps: load, clip or average weights, or put a
+    transformation around this one. Then the parameter is what you mean, and the master follows it.
 
     Wrap the whole optimizer, accumulation included: `mixed_precision(optax.MultiSteps(inner, k))`
-    leaves a micro-batch that overflowed out and waits for another one, while `MultiSteps` around
+    leaves out a micro-batch that overflowed, and waits for another one. `MultiSteps` around
     `mixed_precision` would keep its NaN for good. Clipping may stand on either side.
 
     Args:
       inner: an optax optimizer, a chain, or `optax.MultiSteps`.
-      loss_scale: the loss scale to begin with. Scaling itself is `value_and_grad`'s, which asks
-        for `loss_scale_of(opt_state)`.
-      master: how the precision of 16-bit parameters is kept. float32 parameters are their own
-        masters.
+      loss_scale: the loss scale to begin with. `value_and_grad` does the scaling. Give it
+        `loss_scale_of(opt_state)`.
+      master: chooses how the master weights of 16-bit parameters are stored. float32 parameters are
+        their own masters.
 
-        | master       | kept beside the parameter            | bytes | for               |
-        |--------------|--------------------------------------|-------|-------------------|
-        | "float32"    | a float32 copy                       | 2 + 4 | bfloat16, float16 |
-        | "remainder"  | int16: the bits that it lacks, exact | 2 + 2 | bfloat16          |
-        |              | (ties round away from zero)          |       |                   |
-        | "kahan"      | bfloat16: what rounding lost, to 8   | 2 + 2 | bfloat16, float16 |
-        |              | bits (compensated summation)         |       |                   |
-        | "stochastic" | nothing: rounded at random, right on | 2     | bfloat16, float16 |
-        |              | average                              |       |                   |
-        | "none"       | nothing: updates far smaller than a  | 2     | bfloat16, float16 |
-        |              | weight are lost                      |       |                   |
+        | master       | kept beside the parameter                 | bytes | for               |
+        |--------------|-------------------------------------------|-------|-------------------|
+        | "float32"    | a float32 copy                            | 2 + 4 | bfloat16, float16 |
+        | "remainder"  | int16: the missing bits; ties round away  | 2 + 2 | bfloat16          |
+        | "kahan"      | bfloat16: what rounding lost, to 8 bits   | 2 + 2 | bfloat16, float16 |
+        | "stochastic" | nothing: rounded at random, by `seed`     | 2     | bfloat16, float16 |
+        | "none"       | nothing: small updates are lost           | 2     | bfloat16, float16 |
 
-      seed: of the random rounding, of "stochastic" and of 16-bit moments. The key that follows
-        from it is part of the state: a run can be repeated, and resumed, bit for bit.
-      moment_dtype: "bfloat16" to keep the moments (averages of gradients and of their squares) in
+      seed: the seed of random rounding, for "stochastic" and for 16-bit moments. Its key is part of
+        the state, so a run can be repeated, and resumed, bit for bit.
+      moment_dtype: "bfloat16" keeps the moments (averages of gradients and of their squares) in
         2 bytes each: float arrays in fields named mu, nu, trace, m1, m2, exp_avg, exp_avg_sq,
-        v_row and v_col. The update is computed in float32 and its moments are rounded at random,
-        for rounded to nearest a second moment would never decay. None leaves them as `inner`
-        makes them.
+        v_row and v_col. The update is computed in float32, and the moments are rounded at random,
+        because a second moment that is rounded to nearest never decays. None leaves the moments as
+        `inner` makes them.
       axis_name: under `shard_map` and `pmap`, the axes along which devices hold different
-        gradients, so that all of them take the same decision. Under `jit` nothing is needed.
+        gradients. All devices then take the same decision. Under `jit` nothing is needed.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` whose state is a `MixedPrecisionState`. Its
       `update(grads, state, params)` takes true (unscaled) gradients. Updates of 16-bit parameters
-      are float32, so that `optax.apply_updates` lands on the rounded master exactly; where a
-      parameter nearly cancels (1 to 9e-7), within float32's rounding of what it was, and so does
-      the master.
+      are float32, so that `optax.apply_updates` lands on the rounded master exactly. One exception:
+      a parameter that nearly cancels (1 to 9e-7) lands within float32's rounding of what it was,
+      and so does its master.
 
     Raises:
       TypeError: if `inner` is no optimizer, or `loss_scale` no loss scale; when updating, if the
         state is another optimizer's.
-      ValueError: if `master` is unknown, `seed` no integer or `moment_dtype` none for moments;
-        when initialising, if a float16 parameter should have a remainder, a parameter has fewer
-        than 16 bits, there are no moments, or `inner` holds a `mixed_precision`, or
-        `optax.MultiSteps` or `optax.lookahead` is on the wrong side; when updating, if `params`
-        are missing.
+      ValueError: if `master` is unknown, `seed` is no integer, or moments cannot be stored in
+        `moment_dtype`. When initialising: if a float16 parameter is to have a remainder, a
+        parameter has fewer than 16 bits, `moment_dtype` finds no moments, `inner` holds a
+        `mixed_precision`, or `optax.MultiSteps` or `optax.lookahead` is on the wrong side. When
+        updating: if `params` are missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_kit, optax
@@ -164,9 +167,9 @@ def mixed_precision(
       ...     moment_dtype="bfloat16",
       ... )
 
-      Two optimizers in one step, as for a GAN. With a loss scale each they go their own ways. With
-      one that they share, which is then a value of your own, each still skips on its own overflow,
-      and the scale sees all gradients.
+      Two optimizers in one step, as for a GAN. With a loss scale each they go their own ways. They
+      may also share one, which is then a value of your own. Each optimizer still skips on its own
+      overflow, and the scale sees all gradients.
 
       >>> loss_scale = jmp_kit.DynamicLossScale(2.0**15)
       >>> optimizers = [jmp_kit.mixed_precision(optax.sgd(0.5)) for _ in range(2)]

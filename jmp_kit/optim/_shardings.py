@@ -13,14 +13,15 @@ from jmp_kit._tree import path_names
 def state_shardings(opt_state: Any, params: Any) -> Any:
     """Where each array of an optimizer's state belongs: with its parameter, or on every device.
 
-    What an optimizer keeps of a parameter has its shape, and its path ends in the parameter's:
-    masters, remainders, moments. The rest are scalars: counts, the loss scale.
+    Masters, remainders and moments belong with their parameter: they have its shape, and their path
+    ends in its path. The rest are scalars (counts, the loss scale), and belong on every device.
 
-    `mixed_precision` itself starts its state there, under `jit` too. This is for what has to know
-    before: `out_shardings`, and the abstract state that a checkpoint is restored into.
+    `mixed_precision` itself starts its state there, under `jit` too. Use this where the places must
+    be known before: for `out_shardings`, and for the abstract state that a checkpoint is restored
+    into.
 
     Args:
-      opt_state: any optimizer's state, of `mixed_precision` or not; it may be abstract.
+      opt_state: the state of any optimizer, `mixed_precision` or not; it may be abstract.
       params: the parameters with their shardings, arrays or `jax.ShapeDtypeStruct`.
 
     Returns:
