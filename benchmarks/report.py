@@ -53,10 +53,15 @@ def everything(results: Results) -> str:
     """A section for each benchmark that has results, and one for those that have none."""
     lines = [line for name in BENCHMARKS if name in results for line in _section(name, results)]
     if missing := [name for name in BENCHMARKS if name not in results]:
-        lines += ["## Not yet measured", ""]
+        lines += ["## Not yet measured", "", _MISSING, ""]
         lines += [f"- {_question(name)} `python -m benchmarks {name}`" for name in missing]
         lines += [""]
     return "\n".join(lines)
+
+
+_MISSING = """\
+These questions have no answer yet, and there is no claim about them. Each takes a GPU: no training
+step was timed on one."""
 
 
 def _question(name: str) -> str:
