@@ -59,9 +59,9 @@ def everything(results: Results) -> str:
     return "\n".join(lines)
 
 
-_MISSING = """\
-These questions have no answer yet, and there is no claim about them. Each takes a GPU: no training
-step was timed on one."""
+_MISSING = (
+    "There is no claim about these questions yet, because no training step was timed on a GPU:"
+)
 
 
 def _question(name: str) -> str:
