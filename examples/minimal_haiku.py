@@ -1,4 +1,4 @@
-"""Digits in float16 with Haiku; what a skipped step made of the statistics is taken back."""
+"""Digits in float16 with Haiku. A skipped step leaves the batch statistics as they were."""
 
 import haiku as hk
 import jax

@@ -1,4 +1,4 @@
-"""Digits in float16 with Flax linen; what a skipped step made of the statistics is taken back."""
+"""Digits in float16 with Flax linen. A skipped step leaves the batch statistics as they were."""
 
 import flax.linen as nn
 import jax

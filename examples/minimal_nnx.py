@@ -1,4 +1,4 @@
-"""Digits in float16 with Flax nnx; what a skipped step made of the statistics is taken back."""
+"""Digits in float16 with Flax nnx. A skipped step leaves the batch statistics as they were."""
 
 import jax.numpy as jnp
 import optax
