@@ -6,11 +6,13 @@ import inspect
 import io
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
 
 import jax
+import numpy as np
 import pytest
 
 import jmp_kit
@@ -101,3 +103,13 @@ def test_the_site_builds_and_asks_no_other_server(tmp_path):
         assert 'class="mermaid"' not in text
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"(?:url\(|@import )[\"']?(?:https?:)?//", sheet.read_text())
+
+
+@pytest.mark.slow
+def test_errors_of_float8_are_those_of_the_page():
+    page = runpy.run_path(str(DOCS / "float8.py"))
+    for name, case in page["CASES"].items():
+        [told] = re.findall(rf"^\| {re.escape(name)} \| (.*?) \|$", page["PAGE"].read_text(), re.M)
+        found = page["errors"](case).values()
+        np.testing.assert_allclose([*map(float, told.split(" | "))], [*found], rtol=0.15)
+        assert max(found) < 0.085

@@ -10,6 +10,8 @@ import pytest
 from jax import lax
 
 import jmp_kit
+from benchmarks.training import plain_state, plain_step
+from benchmarks.zoo import WIDE
 from jmp_kit import NoOpLossScale, autocast, numerics, value_and_grad
 
 FLOAT8 = {"": "float8"}  # whatever the size
@@ -303,3 +305,38 @@ def test_on_several_devices():
         out_specs=spec(),
     )
     assert distance(jax.jit(inside)(PARAMS, split), wanted) < 0.085
+
+
+H200 = numerics.TARGETS["h200"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+@pytest.mark.parametrize("libraries", [False, True])
+def test_an_h200_multiplies_float8_and_a_layer_needs_less_memory(libraries, standard_promotion):
+    """GPT's layer of 2,048 channels: three of them against one."""
+
+    def step(layers, policy):
+        model = WIDE["gpt 1.3B, 4 layers"].at(layers=layers)
+        train = plain_step(model.task.loss(), model.task.optimizer)
+        args = jax.eval_shape(plain_state(model.task)), *model.batch
+        jitted = jax.jit(autocast(train, policy), donate_argnums=0)
+        options = {**H200.compiler_options, "xla_gpu_enable_triton_gemm": not libraries}
+        return jitted.lower(*H200.placed(args)).compile(compiler_options=options)
+
+    def layer(policy):
+        """Bytes moved and kept by a layer."""
+        costs = [
+            (numerics.traffic(c).nbytes, c.memory_analysis().temp_size_in_bytes)
+            for c in (step(1, policy), step(3, policy))
+        ]
+        return np.subtract(*reversed(costs)) / 2
+
+    products = numerics.audit(step(1, "mixed_float8")).products
+    multiplied = [p for p in products if not p.primitive.startswith("attention")]
+    assert {(p.lhs_dtype, p.rhs_dtype) for p in multiplied} == {EIGHT}
+    assert len(multiplied) == 15
+    moved, kept = layer("mixed_float8") / layer("mixed_bfloat16")
+    assert moved < (1.27 if libraries else 1.13)
+    assert kept < 0.9
