@@ -82,7 +82,9 @@ def _section(name: str, results: Results) -> Iterator[str]:
         if group:
             yield f"### {group[0].upper()}{group[1:]}\n"
         rows = [row for row in result["rows"] if row.get("group", "") == group]
-        yield from _table([c.heading for c in columns], (cells(row, columns) for row in rows))
+        told = [row for row in rows if "failed" not in row]
+        shown = [c for c in columns if not told or any(map(c.cell, told))]
+        yield from _table([c.heading for c in shown], (cells(row, shown) for row in rows))
     if name in CHARTS:
         yield f"![{_question(name)}]({name}.png)\n"
 

@@ -21,19 +21,19 @@ def gather_params(
     *,
     reduce_dtype: DTypeLike = jnp.float32,
 ) -> Any:
-    """Whole parameters, of those split or copied over devices: to compute with, in `shard_map`.
+    """Whole parameters to compute with in `shard_map`, of parameters that are split over devices.
 
         forward:   all_gather(p.astype(dtype))                        # 2 bytes a parameter
         backward:  psum_scatter(g.astype(reduce_dtype))               # psum where p is not split
 
-    The cast comes before the wire, and gradients are summed in `reduce_dtype`, still multiplied by
-    the loss scale: where a sum overflows, the step is skipped like any other that does. Call it in
+    Parameters are cast before they are sent. Gradients are summed in `reduce_dtype`, while they are
+    multiplied by the loss scale: a step whose sum overflows is skipped like any other. Call it in
     the loss function, and take the mean of the loss over the devices there, `lax.pmean(loss,
-    axis_name)`: gradients are then those of the mean.
+    axis_name)`. Gradients are then those of the mean.
 
-    What was gathered is kept for the backward pass: a whole copy in `dtype` on every device, while
-    a step runs. With `jax.checkpoint(loss_fn, policy=jax.checkpoint_policies.dots_saveable)` inside
-    `autocast` it is gathered again instead, and nothing else is computed twice that is not anyway.
+    The backward pass keeps what was gathered: a whole copy in `dtype` on every device, while a step
+    runs. `jax.checkpoint(loss_fn, policy=jax.checkpoint_policies.dots_saveable)` inside `autocast`
+    gathers it again instead, and computes nothing else twice that autocast does not anyway.
 
     Under plain `jit` the partitioner does the same by itself: it gathers what `autocast` has cast,
     and sums gradients in the `reduce_dtype` of `autocast`.

@@ -68,57 +68,63 @@ def autocast(
         state:    float32; products take it in half
         epilogue: float32
 
-    State is what is updated rather than made anew: a value that an argument of `fun`, or the carry
-    of a loop, reaches at its own size by additions, factors, maxima and selections. So weights that
-    an optimizer or an inner loop changes keep the smallest update, also where products follow:
-    `jax.lax.fori_loop(0, 1000, lambda _, y: y + 1e-3 * (y @ w), y)`.
+    A product is a matrix product or a convolution. A segment is what lies between two products, and
+    the epilogue is what follows the last one: the loss, the optimizer. State is what is updated
+    rather than made anew: an argument of `fun`, or the carry of a loop, that is changed by
+    additions, factors, maxima and selections at its own size. So weights keep the smallest update,
+    also in `jax.lax.fori_loop(0, 1000, lambda _, y: y + 1e-3 * (y @ w), y)`.
 
     `fun` may be any JAX function: Flax, Equinox, Haiku or plain jnp; a loss, or for bfloat16 a
     whole train step with `jax.value_and_grad` and the optimizer inside. It composes with jit,
     grad, vmap, checkpoint and scan, on either side. Random bits are drawn as often as before,
-    effects keep their order, and casts that `fun` makes are kept. Of nnx models and optimizers
-    among its arguments what `fun` changes is kept, and of an Equinox module what is no array goes
-    in and comes out as it is. Solvers (`jax.lax.custom_linear_solve`) are left in float32. A call
-    of a kind that is not known here runs as it was traced.
+    effects keep their order, and `fun`'s own casts are kept. Changes that `fun` makes to nnx models
+    and optimizers among its arguments are kept. Leaves of an Equinox module that are not arrays
+    pass through. Solvers (`jax.lax.custom_linear_solve`) stay in float32. autocast warns of a call
+    that it does not know, which runs as it was traced.
 
-    Warnings tell of that, of float64 arguments, beside which nothing is half, of a product that
-    asks for another half dtype than the policy's, and of float16 gradients without a loss scale.
+    It also warns of float64 arguments, because nothing beside them is half, of a product that asks
+    for another half dtype than the policy's, and of float16 gradients without a loss scale.
+
+    With `"mixed_float8"`, large matrix products take float8 operands, each row divided by a scale
+    of its own. They give bfloat16, and the rest is as in `"mixed_bfloat16"`. Under plain `jax.grad`
+    the forward pass is then computed twice: take `jmp_kit.value_and_grad`, or wrap the step.
 
     Args:
-      fun: the function. Left out, `autocast(policy)` is a decorator.
+      fun: the function. Without it, `autocast(policy)` is a decorator.
       policy: a `Policy`, its description ("mixed_bfloat16"), or a compute dtype or its name, which
-        means float32 outputs. Products run in `compute_dtype`, float32 results leave in
+        means float32 outputs. Products run in `compute_dtype`. float32 results leave in
         `output_dtype`; results of other dtypes keep theirs. A float32 policy changes nothing.
-      rules: another compute dtype for some products, `{"lm_head": "float32"}`: regular expressions
-        (`re.search`), of which the first match wins, over two kinds of path. One is that of a
-        parameter that the product multiplies by, reshaped, cast, or computed with in any way but
-        a product; it begins with the name of `fun`'s argument ("params/decoder/lm_head/kernel").
-        The other is the product's name scope ("Decoder/lm_head"; Flax linen has one per module,
-        others use `jax.named_scope`). Around a whole train step use name scopes: the product that
-        makes a weight's gradient does not multiply by the weight.
+      rules: another compute dtype for some products, `{"lm_head": "float32"}`. The keys are regular
+        expressions (`re.search`), and the first that matches wins. They are compared with two kinds
+        of path. One is the path of a parameter that the product multiplies by; it begins with the
+        name of `fun`'s argument ("params/decoder/lm_head/kernel"). The parameter may be reshaped,
+        cast, or changed in any way but by a product. The other is the product's name scope
+        ("Decoder/lm_head"): Flax linen has one for each module, others use `jax.named_scope`.
+        Around a whole train step use name scopes, because the product that makes a weight's
+        gradient does not multiply by the weight.
       products: the names of the primitives that are products.
       recompute: how much the backward pass computes again instead of taking it from memory. True
-        is the default; False keeps everything, as JAX does; "most" needs the least memory; and a
-        number says how many bytes may be moved to keep one less, 1.2 by default. It counts where
-        the backward pass is part of the program: in a wrapped train step and in
-        `jmp_kit.value_and_grad`. Around a loss that `jax.grad` differentiates, segments between
-        products are computed again, or not.
-      reduce_dtype: what weights' gradients are summed in, by devices under `jit` with shardings:
-        float32, or the compute dtype, to send half the bytes. The product that makes a gradient
-        multiplies halves either way. In float32 it is rounded after the sum; in a loop that adds
-        gradients up, over micro-batches, it is not. It counts where the backward pass is part of
-        the program, as with `recompute`. Gradients of convolutions are summed in half: in float32
-        their products would be, too.
+        is the default. False keeps everything, as JAX does. "most" needs the least memory. A
+        number says how many bytes may be moved to keep one less; the default is 1.2. It counts
+        where the backward pass is part of the program: in a wrapped train step and in
+        `jmp_kit.value_and_grad`. Of a loss that `jax.grad` differentiates, segments are computed
+        again, or with False they are not.
+      reduce_dtype: in what devices sum gradients of weights, under `jit` with shardings: float32,
+        or the compute dtype, which sends half the bytes. The product that makes a gradient
+        multiplies halves either way. A float32 sum is rounded afterwards, but for sums in a loop,
+        over micro-batches, which are not. It counts where the backward pass is part of the program,
+        as with `recompute`. Gradients of convolutions are summed in half, because a convolution
+        that gives float32 also multiplies in it.
 
     Returns:
-      A function of the same arguments. Arrays among them are traced, whatever else there is is
+      A function of the same arguments. It traces the arrays among them, and takes all else as
       constant.
 
     Raises:
-      TypeError: if `fun` is no function but a class, a Flax module, or nothing to call; when
-        called, if it gives something that is neither an array, nor among its arguments, nor a
-        constant such as a string.
-      ValueError: if `policy`, `rules` or another argument cannot be read, or, when called, if a
+      TypeError: if `fun` is a class, a Flax module, or cannot be called. When it is called: if it
+        returns something that is neither an array, nor one of its arguments, nor a constant such as
+        a string.
+      ValueError: if `policy`, `rules` or another argument cannot be read. When it is called: if a
         rule matches nothing.
 
     Example:
