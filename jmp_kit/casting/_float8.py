@@ -74,7 +74,14 @@ def why_half(eqn: JaxprEqn, by_size: bool) -> str:
         return "policy"
     if eqn.primitive.name != "dot_general":
         return f"{eqn.primitive.name} is not written in float8"
-    return "" if dtype == FLOAT8 else _too_small(eqn)
+    dtypes = [a.aval.dtype for a in eqn.invars]
+    if not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
+        return f"operands are {' and '.join(map(str, dtypes))}"
+    if any(n == 0 for a in eqn.invars for n in shape_of(a)):
+        return "it is empty"
+    if dtype == FLOAT8:
+        return ""
+    return _too_small(eqn) if np.float32 in dtypes else f"written in {dtypes[0]}"
 
 
 def _too_small(eqn: JaxprEqn) -> str:

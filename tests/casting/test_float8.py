@@ -248,6 +248,33 @@ def test_the_plan_says_where_and_why_not():
     assert {p for part in found.parts for p in part.products} == {"dot_general bfloat16"}
 
 
+def test_what_is_left_as_it_is_written():
+    x, w = LARGE, WEIGHTS["attention"]["kernel"]
+    products = {
+        "half_precision": (jmp_kit.half_precision(lambda x, w: x @ w), HALF),
+        "written": (lambda x, w: x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), HALF),
+        "full_precision": (jmp_kit.full_precision(lambda x, w: x @ w), 2 * ("float32",)),
+        "plain": (lambda x, w: x @ w, EIGHT),
+    }
+    for name, (product, expected) in products.items():
+
+        def loss(x, w, product=product):
+            return jnp.sum(product(x, w).astype(jnp.float32))
+
+        half = autocast(loss, "mixed_float8")
+        gradient = value_and_grad(half, NoOpLossScale(), argnums=(0, 1))
+        assert operands_of(gradient, x, w) == {expected}, name
+
+
+@pytest.mark.parametrize("shapes", [((0, 4), (4, 3)), ((3, 0), (0, 3)), ((4,), (4,))])
+def test_empty_operands_and_vectors(shapes, standard_promotion):
+    x, w = map(jnp.ones, shapes)
+    value, slope = value_and_grad(in_float8(lambda x, w: jnp.sum(x @ w)), NoOpLossScale())(x, w)
+    assert (float(value), slope.shape) == (pytest.approx(float(jnp.sum(x @ w))), x.shape)
+    whole = in_float8(lambda x, w: jnp.sum(x @ w).astype(jnp.float32))
+    assert whole(jnp.ones((2, 4), jnp.int8), jnp.ones((4, 3))) == pytest.approx(24)
+
+
 def test_policies_of_float8():
     policy = jmp_kit.get_policy("mixed_float8")
     assert str(policy) == "p=f32,c=f8,o=f32"
