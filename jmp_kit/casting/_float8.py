@@ -152,47 +152,43 @@ def _operands(eqn: JaxprEqn) -> tuple[_Operand, _Operand]:
 def _written(
     eqn: JaxprEqn, copies: Mapping[Var, list[_Copy]], half: np.dtype
 ) -> Iterator[JaxprEqn]:
-    sides, source = _operands(eqn), eqn.source_info
-    there = [_along(side, copies, side.kept) for side in sides]
+    sides, source, [result] = _operands(eqn), eqn.source_info, eqn.outvars
+    found = [_along(side, copies, side.kept) for side in sides]
     folded: list[_Copy | None] = [None, None]
-    if not any(there):
+    if not any(found):
         folded = [_along(side, copies, side.contracted) for side in sides]
         folded[1] = None if folded[0] else folded[1]
-    found: list[_Copy] = []
-    for side, other, copy, fold, factor in zip(
-        sides, sides[::-1], there, folded, folded[::-1], strict=True
-    ):
-        copy = copy or fold
-        if copy is None:
-            aval = side.atom.aval
-            value = Var(aval.update(dtype=FLOAT8, weak_type=False))
-            thin = [1 if i in side.contracted else n for i, n in enumerate(aval.shape)]
-            scale = Var(aval.update(shape=tuple(thin), dtype=jnp.float32, weak_type=False))
-            copy = _Copy(value, scale, frozenset(side.contracted))
-            taken = [side.atom, *([factor.scale] if factor else ())]
+    taken = [
+        copy or fold or _copy_of(s) for s, copy, fold in zip(sides, found, folded, strict=True)
+    ]
+    for side, other, copy, factor in zip(sides, sides[::-1], taken, folded[::-1], strict=True):
+        if copy not in (*found, *folded):
+            operands = [side.atom, *([factor.scale] if factor else ())]
             function = _scaled(side, other)
-            yield from equations_of(function, taken, [value, scale], _named(source, side))
+            yield from equations_of(function, operands, [*copy[:2]], _named(source, side))
             if not factor and is_var(side.atom):
                 copies[side.atom].append(copy)
-        found.append(copy)
-    [result] = eqn.outvars
     raw = Var(result.aval.update(dtype=jnp.float32, weak_type=False))
     params = {**eqn.params, "preferred_element_type": np.dtype(np.float32)}
-    multiplied = eqn.replace(invars=[c.value for c in found], outvars=[raw], params=params)
-    yield marked(multiplied, half)
-    scales = [c.scale for c, fold in zip(found, folded, strict=True) if not fold]
-    thins = [
-        _thin(side, [len(shape_of(s.atom)) for s in sides], i)
-        for i, (side, fold) in enumerate(zip(sides, folded, strict=True))
-        if not fold
-    ]
+    product = eqn.replace(invars=[c.value for c in taken], outvars=[raw], params=params)
+    yield marked(product, half)
+    left = [i for i in (0, 1) if not folded[i]]
 
     def unscaled(raw: Any, *scales: Any) -> Any:
-        for scale, thin in zip(scales, thins, strict=True):
-            raw = raw * thin(scale)
+        for i, scale in zip(left, scales, strict=True):
+            raw = raw * _thin(scale, sides, i)
         return cast(raw, result.aval.dtype)
 
-    yield from equations_of(unscaled, [raw, *scales], [result], source)
+    yield from equations_of(unscaled, [raw, *(taken[i].scale for i in left)], [result], source)
+
+
+def _copy_of(side: _Operand) -> _Copy:
+    """Variables for an operand in float8 and its scale."""
+    aval = side.atom.aval
+    thin = tuple(1 if i in side.contracted else n for i, n in enumerate(aval.shape))
+    value = aval.update(dtype=FLOAT8, weak_type=False)
+    scale = aval.update(shape=thin, dtype=jnp.float32, weak_type=False)
+    return _Copy(Var(value), Var(scale), frozenset(side.contracted))
 
 
 def _along(side: _Operand, copies: Mapping[Var, list[_Copy]], axes: Sequence[int]) -> _Copy | None:
@@ -228,17 +224,11 @@ def _across(scale: Any, other: _Operand, side: _Operand) -> Any:
     return lax.expand_dims(ordered, side.kept)
 
 
-def _thin(side: _Operand, ranks: Sequence[int], place: int) -> Callable[[Any], Any]:
-    """The function that lays a scale along the axes of the result: batch, first, second."""
-    other = ranks[1 - place] - len(side.contracted) - len(side.batch)
-    before = len(side.batch)
-
-    def thin(scale: Any) -> Any:
-        left = [i for i in range(ranks[place]) if i not in side.contracted]
-        ordered = [*side.batch, *side.kept]
-        scale = lax.squeeze(scale, side.contracted)
-        scale = lax.transpose(scale, [left.index(i) for i in ordered])
-        start = before + (len(side.kept) if place == 0 else 0)
-        return lax.expand_dims(scale, range(start, start + other))
-
-    return thin
+def _thin(scale: Any, sides: Sequence[_Operand], place: int) -> Any:
+    """An operand's scale along the axes of the result: of the batch, the first, the second."""
+    side, other = sides[place], sides[1 - place]
+    left = [i for i in range(len(shape_of(side.atom))) if i not in side.contracted]
+    scale = lax.squeeze(scale, side.contracted)
+    scale = lax.transpose(scale, [left.index(i) for i in (*side.batch, *side.kept)])
+    start = len(side.batch) + (len(side.kept) if place == 0 else 0)
+    return lax.expand_dims(scale, range(start, start + len(other.kept)))
