@@ -37,11 +37,11 @@ def full_precision(fun: Callable[P, R]) -> Callable[P, R]: ...
 def full_precision(fun: Callable[..., Any] | None = None) -> Any:
     """Keep a region of an autocast function in float32: its products run as they were written.
 
-    Values that come into the region in half are widened. Outside `autocast` it changes nothing.
-    Use it as a context manager, or as a decorator.
+    The region takes half values as float32. Outside `autocast` it changes nothing. Use it as a
+    context manager, or as a decorator.
 
     Args:
-      fun: the function to keep in float32, where it is used as a decorator.
+      fun: as a decorator, the function to keep in float32.
 
     Returns:
       A context manager, or the function.
@@ -79,12 +79,13 @@ def half_precision(fun: Callable[P, R]) -> Callable[P, R]:
 
         half_precision(fun)(x) = float32(fun(half(x)))
 
-    For a kernel that takes only half operands (cuDNN's attention, your own in Pallas or behind
-    `jax.ffi`), which refuses the float32 values that a function is traced with, and for code that
-    you wrote for half. float32 arrays among the arguments, in any pytree, are cast to what the
-    autocast around computes in; what comes back in that dtype is cast to float32. Casts meet those
-    of autocast and vanish, and the kernel runs no more often than by hand. Outside `autocast`,
-    under a float32 policy and in `full_precision` it changes nothing.
+    Some kernels take only half operands: cuDNN's attention, or your own in Pallas or behind
+    `jax.ffi`. They refuse the float32 values that autocast traces a function with. This casts the
+    float32 arrays among the arguments, in any pytree, to the dtype that the autocast around it
+    computes in (bfloat16 under a float8 policy), and casts results of that dtype back to float32.
+    The casts cancel out with those of autocast, and the kernel runs as often as by hand. It is also
+    for your own code in half. Outside `autocast`, under a float32 policy and in `full_precision` it
+    changes nothing.
 
     Args:
       fun: the function; used as a decorator, or around a call.

@@ -17,15 +17,14 @@ LEVELS = get_args(Level)
 def audit(fun: Any, *args: Any, level: Level = "traced", **kwargs: Any) -> Audit:
     """Every matrix product and convolution of a function, with its dtypes.
 
-    Nothing is computed. Where `fun` is a gradient or a train step, the products of the backward
-    pass are among them. What a loop repeats counts as often as it is repeated, a while loop once.
+    Nothing is computed. If `fun` is a gradient or a train step, then the products of the backward
+    pass are among them. A product in a loop counts once for each round, in a while loop once.
 
     - `"traced"`: as JAX traces it. Quick, and the same on every backend.
-    - `"lowered"`: as the compiler gets it. What devices exchange in `shard_map` shows here.
-    - `"compiled"`: as the present backend runs it. What the compiler widened (a CPU that cannot
-      multiply in half), turned into something else or gave to a library shows here, and so do the
-      kernels that only convert, memory traffic for nothing but another dtype, and what devices
-      exchange, in which dtype.
+    - `"lowered"`: as the compiler gets it. It shows what devices exchange in `shard_map`.
+    - `"compiled"`: as the present backend runs it. It shows which products the compiler widened (on
+      a CPU that cannot multiply in half), turned into something else or gave to a library; which
+      kernels do nothing but convert dtypes; and what devices exchange, in which dtype.
 
     Args:
       fun: any JAX function: under `autocast` or not, jitted or not. Or one that is lowered or

@@ -122,8 +122,8 @@ def recommend_loss_scale(tree: Any, dtype: DTypeLike) -> float:
 
         scale = 2^(floor(log2(max of dtype / max |x|)) - k)
 
-    with the largest k of 0 to 3 (room for gradients to grow) that flushes fewer than 0.1% of the
-    values that are not zero; k = 0 where none does, for the dtype is then too narrow for them.
+    k leaves room for gradients to grow: the largest of 0 to 3 with which fewer than 0.1% of the
+    values but zero are flushed to zero. If there is none, then the dtype is too narrow, and k is 0.
 
     Args:
       tree: a pytree of true gradients, finite. Take them late in training, when they are small.

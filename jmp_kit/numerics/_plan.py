@@ -101,14 +101,14 @@ def plan(
 ) -> Plan:
     """What `autocast(fun, policy)` stores in half, keeps for a backward pass, and computes again.
 
-    What is made anew is stored in half on its way from one product to the next. What is updated,
-    weights by an optimizer or positions by a solver, is state: it stays float32, and products take
-    it in half. Values that no product depends on, that no product is reached from, or that are
-    small beside others stay as they are, and have no row.
+    Values that are made anew are stored in half between two products. Values that are updated are
+    state: weights in an optimizer, positions in a solver. They stay float32, and products take them
+    in half. A value has no row if it stays as it is: if it depends on no product, if no product
+    follows it, or if it is small beside others.
 
-    A part is a run of operations and the products after it. Of a function that holds its backward
-    pass, a train step or a gradient, it says what that takes from memory and what it computes
-    again; of any other, what the backward pass would take that JAX makes of it.
+    A part is a run of operations and the products after it. If the function holds its backward
+    pass, as a train step or a gradient does, then a part says what the backward pass takes from
+    memory and what it computes again. Else it says what JAX's backward pass would take.
 
     Args:
       fun: a function that autocast has not been applied to.

@@ -63,7 +63,7 @@ def ranges(tree: Any, dtype: DTypeLike = jnp.float16, loss_scale: float = 1.0) -
     """How large and how small the values of each array are, and what a cast loses of them.
 
     Args:
-      tree: a pytree: parameters, gradients, a whole checkpoint. Of it floating-point arrays count.
+      tree: a pytree: parameters, gradients, a whole checkpoint. Only floating-point arrays count.
       dtype: what would be cast to.
       loss_scale: by what values are multiplied first.
 

@@ -92,11 +92,12 @@ def traffic(
 ) -> Traffic:
     """The bytes that each kernel of a compiled program reads and writes.
 
-        nbytes = sum of operands and results, each once, of what a loop repeats as often
+        nbytes = sum over kernels of (operands + results) * rounds of the loops around
 
-    Between matrix products a GPU's time is that of its memory: this tells where it goes, and which
-    activations are written in float32 still. An array that a kernel only gathers or slices from is
-    charged what is taken of it, and one that is updated in place what is put there.
+    Between matrix products, memory decides how long a GPU takes. This tells where the time goes,
+    and which activations are still written in float32. If a kernel only gathers or slices from an
+    array, then only what it takes is counted. If it updates an array in place, then only what it
+    puts there is counted.
 
     Args:
       fun: any JAX function, jitted or not, or what is lowered or compiled already.
