@@ -97,13 +97,14 @@ class Casting(NamedTuple):
             given = [*values, *cotangents]
             internal = self._replace(policy=policy.with_output_dtype(jnp.float32))
             gradient = internal._program(function, given, [*paths, *("" for _ in cotangents)])
-            return internal._results(gradient, given, len(cotangents), plans)
+            rounds = internal._rounds(gradient[0])
+            evaluate = internal._differentiable if rounds else internal._results
+            return evaluate(gradient, given, len(cotangents), plans)
 
         if has_bound_rules(program[0]):
             return rebuilt(differentiated_first(flat, arrays, results, pulled_back))
         if self._rounds(program[0]):
-            marked = jaxpr_as_fun(ClosedJaxpr(*program))
-            return rebuilt(self._differentiable(marked, arrays, results))
+            return rebuilt(self._differentiable(program, arrays, 0, plans))
         return rebuilt(results(*arrays))
 
     def differentiated(self, derive: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -148,27 +149,32 @@ class Casting(NamedTuple):
         return jaxpr, consts
 
     def _differentiable(
-        self, fun: Callable[..., Any], arrays: Sequence[Any], results: Callable[..., list[Any]]
+        self,
+        program: tuple[Jaxpr, list[Any]],
+        values: Sequence[Any],
+        cotangents: int,
+        plans: list[Plan] | None,
     ) -> list[Any]:
-        """`results(*arrays)`, the derivatives of which, of any order, are programs like it.
+        """`_results`, the derivatives of which, of any order, are made of programs like it.
 
-        Args:
-          fun: the function, with marks, which go on to products of its derivatives.
-          results: the same, evaluated.
+        The program's marks go on to the products of its derivatives.
         """
+        jaxpr, consts = program
+        # Of what the function closes over there may be a derivative, too.
+        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
         policy = self.policy.with_output_dtype(jnp.float32)
         internal = self._replace(policy=policy, is_gradient=True)
+
+        def results(*given: Any) -> list[Any]:
+            return self._results((jaxpr, []), given, cotangents, plans)
 
         def pulled_back(function: Any, values: Any, cotangents: Any) -> list[Any]:
             given = [*values, *cotangents]
             gradient = internal._program(function, given, [])
+            return internal._differentiable(gradient, given, len(cotangents), plans)
 
-            def results(*given: Any) -> list[Any]:
-                return internal._results(gradient, given, len(cotangents), None)
-
-            return internal._differentiable(function, given, results)
-
-        return differentiated_first(fun, arrays, results, pulled_back)
+        function = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
+        return differentiated_first(function, [*consts, *values], results, pulled_back)
 
     def _rounds(self, jaxpr: Jaxpr) -> bool:
         """Whether products in it are in float8, whose derivatives are not JAX's.

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -182,6 +183,17 @@ def test_in_scans_and_under_vmap(way):
     assert distance(jax.vmap(way(loss_fn), (None, 0))(PARAMS, many), wanted) < 0.085
 
 
+def test_what_the_function_closes_over_has_a_gradient():
+    def closing(autocasted):
+        def loss(params, x):
+            return autocasted(lambda x: loss_fn(params, x))(x)
+
+        return loss
+
+    wanted = jax.grad(loss_fn)(PARAMS, X)
+    assert distance(jax.jit(jax.grad(closing(in_float8)))(PARAMS, X), wanted) < 0.085
+
+
 def test_the_second_derivative_is_there():
     def penalty(params, x):
         return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(in_float8(loss_fn))(params, x)))
@@ -273,6 +285,32 @@ def test_empty_operands_and_vectors(shapes, standard_promotion):
     assert (float(value), slope.shape) == (pytest.approx(float(jnp.sum(x @ w))), x.shape)
     whole = in_float8(lambda x, w: jnp.sum(x @ w).astype(jnp.float32))
     assert whole(jnp.ones((2, 4), jnp.int8), jnp.ones((4, 3))) == pytest.approx(24)
+
+
+def test_other_reasons():
+    def reason_of(fun, *args):
+        [product] = numerics.plan(fun, "mixed_float8", *args).parts[0].products
+        return product.partition(": ")[2]
+
+    images, kernel = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 64, 9, 9), (64, 64, 3, 3)))
+    convolved = functools.partial(lax.conv_general_dilated, window_strides=(1, 1), padding="SAME")
+    assert "conv_general_dilated is not" in reason_of(convolved, images, kernel)
+    square = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    assert reason_of(jnp.matmul, square, square) == "1.1e+09 multiplications"
+    odd = jax.ShapeDtypeStruct((2049, 1024), jnp.float32)
+    assert reason_of(jnp.matmul, odd, square) == "M is 2049"
+
+    def known_later(x, w):
+        return jnp.sum(autocast(jnp.matmul, "mixed_float8")(x, w))
+
+    symbolic = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 1024"), jnp.float32)
+    exported = jax.export.export(jax.jit(known_later))(symbolic, square)
+    made = exported.call(jnp.ones((2, 1024)), jnp.ones((1024, 1024)))
+    assert made == pytest.approx(2 * 1024**2)
+    forced = jax.jit(lambda x, w: jnp.sum(in_float8(jnp.matmul)(x, w)))
+    exported = jax.export.export(forced)(symbolic, square)
+    made = exported.call(jnp.ones((2, 1024)), jnp.ones((1024, 1024)))
+    assert made == pytest.approx(2 * 1024**2)
 
 
 def test_policies_of_float8():
@@ -367,3 +405,23 @@ def test_an_h200_multiplies_float8_and_a_layer_needs_less_memory(libraries, stan
     moved, kept = layer("mixed_float8") / layer("mixed_bfloat16")
     assert moved < (1.27 if libraries else 1.13)
     assert kept < 0.9
+
+
+def test_a_rule_that_can_be_called_only_while_it_is_differentiated():
+    @jax.custom_vjp
+    def scaled(x):
+        return 2 * x
+
+    scaled.defvjp(lambda x: (2 * x.value, None), lambda _, g: (2 * g,), symbolic_zeros=True)
+
+    def loss(params, x):
+        return loss_fn(params, scaled(x))
+
+    for take in (lambda f: f, plain_penalty):
+        wanted, got = (jax.grad(take(f))(PARAMS, X) for f in (loss, in_float8(loss)))
+        assert distance(got, wanted) < 0.15
+
+
+def plain_penalty(fun):
+    """The squared gradient of a function."""
+    return lambda *args: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(fun)(*args)))
