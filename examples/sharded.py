@@ -219,9 +219,11 @@ def launch(processes: int, arguments: list[str]) -> int:
         coordinator = f"localhost:{free.getsockname()[1]}"
     command = [sys.executable, *(f"-W{w}" for w in sys.warnoptions), __file__, *arguments]
     started: list[subprocess.Popen[bytes]] = []
-    # Or Python would end at once, and leave behind what it started.
+    # Python would end at once and leave its children behind. So would a handler that raises while a
+    # process is being started, which is in no list yet.
+    ended: list[int] = []
     before = {
-        number: signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        number: signal.signal(number, lambda number, frame: ended.append(number))
         for number in (signal.SIGTERM, signal.SIGHUP)
     }
     try:
@@ -229,6 +231,8 @@ def launch(processes: int, arguments: list[str]) -> int:
             own = "--coordinator", coordinator, "--process", str(i)
             started.append(subprocess.Popen([*command, *own]))
         while any(process.poll() is None for process in started):
+            if ended:
+                return 128 + ended[0]
             if any(process.poll() for process in started):
                 time.sleep(2)  # for what they have to say
                 return 1
