@@ -15,7 +15,7 @@ from benchmarks import corpus, torch_gpt
 from benchmarks.measuring import Contender, matrix_rate, measure
 from benchmarks.models import GPT, Attention, causal_attention, fused_attention
 from benchmarks.results import Column, Options, Row, number
-from benchmarks.training import Task, by_hand, contenders, in_float8, with_jmp_kit
+from benchmarks.training import Task, beside_float8, contenders
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
 
@@ -99,10 +99,8 @@ def _in_torch(model: str, size: Size, batches: Batches, options: Options) -> lis
 
 
 def _in_jax(model: str, size: Size, batches: Batches, options: Options) -> list[Row]:
-    if model == WIDE:
-        ways = with_jmp_kit(task(size))[:2] + in_float8(task(size)) + by_hand(task(size))[:1]
-    else:
-        ways = contenders(task(size)) + unfused(size)
+    is_wide = model == WIDE
+    ways = beside_float8(task(size)) if is_wide else contenders(task(size)) + unfused(size)
     field = [c for c in ways if options.takes(c.name)]
     return measure(field, batches, steps=options.steps, title=model)
 

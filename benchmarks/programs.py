@@ -25,7 +25,7 @@ from benchmarks.compiled import product_dtypes, program_bytes
 from benchmarks.deviceless import H200, deviceless
 from benchmarks.measuring import Contender, told
 from benchmarks.results import Column, Options, Row, number
-from benchmarks.training import Task, by_hand, float32, in_float8, peers, with_jmp_kit
+from benchmarks.training import Task, beside_float8, by_hand, float32, peers, with_jmp_kit
 from benchmarks.zoo import WIDE, ZOO
 
 DEVICE = "NVIDIA H200, compiled for and not run"
@@ -99,8 +99,7 @@ def _programs(tiny: bool) -> Iterator[Program]:
     for group, compiler_options in KERNELS.items():
         for name, sized in WIDE.items():
             model = sized.at(tiny)
-            ways_of = by_hand(model.task)[:1] + with_jmp_kit(model.task)[:2] + in_float8(model.task)
-            for contender in ways_of:
+            for contender in beside_float8(model.task):
                 yield Program(f"float8, {group}", name, contender, model.batch, compiler_options)
     for name, ways in OTHER_WAYS.items():
         model = ZOO[name].at(tiny)

@@ -83,6 +83,11 @@ def with_jmp_kit(task: Task) -> list[Contender]:
     ]
 
 
+def beside_float8(task: Task) -> list[Contender]:
+    """By hand and by jmp_kit in bfloat16, and in float8."""
+    return by_hand(task)[:1] + with_jmp_kit(task)[:2] + in_float8(task)
+
+
 def in_float8(task: Task) -> list[Contender]:
     """Around the loss and around the whole step."""
     step = plain_step(task.loss(), task.optimizer)

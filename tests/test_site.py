@@ -1,7 +1,6 @@
 """The site: its programs run and print what it says, and every public name is on it."""
 
 import contextlib
-import importlib.util
 import inspect
 import io
 import pathlib
@@ -84,9 +83,6 @@ def test_the_readme_leads_to_pages_and_files_that_there_are():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("material") is None, reason="mkdocs-material is not installed"
-)
 def test_the_site_builds_and_asks_no_other_server(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -4,12 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
+from jmp_kit.casting._joined import MOVES
 from jmp_kit.casting._state import STATE, Origins
+from jmp_kit.programs._flow import SUMS
 from jmp_kit.programs._jaxpr import is_var, shape_of
-
-# What a gradient goes through on its way to its sum, beside factors that are scalars.
-_MOVES = {"transpose", "reshape", "squeeze", "convert_element_type", "neg", "copy"}
-_ADDS = {"add", "sub", "add_any"}
 
 
 def is_accumulated(
@@ -26,7 +24,7 @@ def is_accumulated(
 
 def _adds(eqn: JaxprEqn, gradient: Var, origins: Mapping[Var, Origins]) -> bool:
     others = (a for a in eqn.invars if is_var(a) and a is not gradient)
-    return eqn.primitive.name in _ADDS and any(origins.get(a, 0) & STATE for a in others)
+    return eqn.primitive.name in SUMS and any(origins.get(a, 0) & STATE for a in others)
 
 
 def _goes_on(
@@ -36,5 +34,5 @@ def _goes_on(
 ) -> bool:
     first, *factors = eqn.invars
     is_scaled = eqn.primitive.name in ("mul", "div") and not any(map(shape_of, factors))
-    moves = is_scaled or eqn.primitive.name in _MOVES
-    return is_var(first) and moves and is_accumulated(eqn.outvars[0], uses, origins)
+    is_same = is_scaled or eqn.primitive.name in MOVES
+    return is_var(first) and is_same and is_accumulated(eqn.outvars[0], uses, origins)

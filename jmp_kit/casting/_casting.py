@@ -47,7 +47,7 @@ class Casting(NamedTuple):
         return [dtype for dtype in dtypes if jnp.finfo(dtype).bits == 16]
 
     @property
-    def in_float8(self) -> bool | None:
+    def float8_by_size(self) -> bool | None:
         """Whether products without a rule are in float8, if they are large; None: none is."""
         if self.policy.compute_dtype == FLOAT8:
             return True
@@ -97,15 +97,11 @@ class Casting(NamedTuple):
             given = [*values, *cotangents]
             internal = self._replace(policy=policy.with_output_dtype(jnp.float32))
             gradient = internal._program(function, given, [*paths, *("" for _ in cotangents)])
-            rounds = internal._rounds(gradient[0])
-            evaluate = internal._differentiable if rounds else internal._results
-            return evaluate(gradient, given, len(cotangents), plans)
+            return internal._differentiable(gradient, given, len(cotangents), plans)
 
         if has_bound_rules(program[0]):
             return rebuilt(differentiated_first(flat, arrays, results, pulled_back))
-        if self._rounds(program[0]):
-            return rebuilt(self._differentiable(program, arrays, 0, plans))
-        return rebuilt(results(*arrays))
+        return rebuilt(self._differentiable(program, arrays, 0, plans))
 
     def differentiated(self, derive: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`derive(fun)(*args, **kwargs)`, its forward and backward pass planned as one program."""
@@ -142,8 +138,8 @@ class Casting(NamedTuple):
             jaxpr, consts = opened(jax.make_jaxpr(function)(*arrays))
         _require_primitives(self.flow.products, jaxpr)
         if self.dtypes and not self.is_gradient:
-            otherwise = None if self.in_float8 else self.policy.compute_dtype
-            unmarked = None if self.in_float8 else self.halves[0]
+            otherwise = None if self.float8_by_size else self.policy.compute_dtype
+            unmarked = None if self.float8_by_size else self.halves[0]
             rules = Rules(self.dtypes, otherwise, unmarked, self.flow, self.of_module)
             jaxpr = rules.marked(jaxpr, paths)
         return jaxpr, consts
@@ -155,11 +151,13 @@ class Casting(NamedTuple):
         cotangents: int,
         plans: list[Plan] | None,
     ) -> list[Any]:
-        """`_results`, the derivatives of which, of any order, are made of programs like it.
+        """`_results`, whose derivatives JAX makes, or of float8 products programs like this one.
 
-        The program's marks go on to the products of its derivatives.
+        These may be of any order. The program's marks go on to the products of its derivatives.
         """
         jaxpr, consts = program
+        if not self._rounds(jaxpr):
+            return self._results(program, values, cotangents, plans)
         # Of what the function closes over there may be a derivative, too.
         jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
         policy = self.policy.with_output_dtype(jnp.float32)
@@ -181,7 +179,7 @@ class Casting(NamedTuple):
 
         What rounds to float8 would round its cotangent to float8, too, and without a scale.
         """
-        by_size = self.in_float8
+        by_size = self.float8_by_size
         if by_size is None:
             return False
         products = (e for e, _ in every_equation(jaxpr) if self.flow.is_product(e))
@@ -204,7 +202,8 @@ class Casting(NamedTuple):
             whole=[True] * len(jaxpr.outvars),
         )
         states, wide = States(self.flow), self.is_summed_wide
-        planner = Planner(self.halves[0], self.flow, self.price, states, wide, self.in_float8)
+        by_size = self.float8_by_size
+        planner = Planner(self.halves[0], self.flow, self.price, states, wide, by_size)
         plan = planner.plan(jaxpr, known)
         if plans is not None:
             plans.append(plan)

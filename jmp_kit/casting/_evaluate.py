@@ -124,12 +124,7 @@ def _stored(x: Any, stored: Stored) -> Any:
             return half
 
 
-def _closed(
-    jaxpr: Jaxpr,
-    eqn: JaxprEqn,
-    half: np.dtype | None,
-    env: Mapping[Var, Any],
-) -> Any:
+def _closed(jaxpr: Jaxpr, eqn: JaxprEqn, half: np.dtype | None, env: Mapping[Var, Any]) -> Any:
     """The results of a product, or of a kernel that runs as it was traced."""
     if half is None:
         function, invars = cut_out(jaxpr, [eqn], eqn.outvars)

@@ -13,7 +13,8 @@ from jmp_kit.programs._marks import is_backward, stack_of
 
 # Of these, what more than one takes is stored.
 _JOINS = SUMS | {"select_n"}
-_MOVES = {"reshape", "transpose", "neg", "convert_element_type", "squeeze"}
+# What a value goes through as it is.
+MOVES = {"reshape", "transpose", "neg", "convert_element_type", "squeeze"}
 
 
 def joined(
@@ -42,7 +43,7 @@ def joined(
             found = max(terms_of(a, v) for a in eqn.invars[1:])
         else:
             each = [terms_of(a, v) for a in eqn.invars]
-            found = sum(each) if eqn.primitive.name in SUMS | _MOVES and all(each) else 0
+            found = sum(each) if eqn.primitive.name in SUMS | MOVES and all(each) else 0
         terms.update((out, found) for out in eqn.outvars)
         is_new = eqn.primitive.name in _JOINS and found > 1 and len(uses[v]) > 1
         is_new &= all(map(is_cotangent, (eqn, *uses[v])))

@@ -105,7 +105,7 @@ class Planner:
     states: States
     is_summed_wide: bool  # gradients of weights, by devices
     # Whether products without a mark are in float8, if they are large; None: none is.
-    in_float8: bool | None = None
+    float8_by_size: bool | None = None
     # That the program is inside of, the outermost first.
     calls: tuple[JaxprEqn, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -132,11 +132,11 @@ class Planner:
         return Plan(jaxpr, steps)
 
     def _in_float8(self, jaxpr: Jaxpr) -> Jaxpr:
-        if self.in_float8 is None:
+        if self.float8_by_size is None:
             return jaxpr
         if _is_gradient(jaxpr):  # where a product is found beside those of its derivatives
             jaxpr = turned(inlined(jaxpr), self.flow)
-        return in_float8(jaxpr, self.flow, self.in_float8, self.half)
+        return in_float8(jaxpr, self.flow, self.float8_by_size, self.half)
 
     def _repeated(
         self, jaxpr: Jaxpr, depends: Sequence[bool], reaches: Sequence[bool]
@@ -194,7 +194,7 @@ class Planner:
         leaving = multiplied.union(results)
         if program.is_gradient:
             leaving.update(joined(segment, program.uses))
-            leaving.update(rounded_twice(segment) if self.in_float8 is not None else ())
+            leaving.update(rounded_twice(segment) if self.float8_by_size is not None else ())
         made = [v for e in segment for v in e.outvars if v in leaving]
         stored = self._stored(program, segment, made)
         if not program.is_gradient:

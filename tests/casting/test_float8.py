@@ -56,6 +56,11 @@ def distance(a, b):
     return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
+def squared_gradient(fun):
+    """The function that penalises the gradient of a function."""
+    return lambda *args: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(fun)(*args)))
+
+
 def operands_of(fun, *args):
     """Of the products, the dtypes of the operands; each pair once."""
     return {(p.lhs_dtype, p.rhs_dtype) for p in numerics.audit(fun, *args).products}
@@ -132,11 +137,11 @@ def test_a_step_with_an_infinity_is_skipped(standard_promotion):
 
 @pytest.mark.parametrize("power", [1, 7, 15])
 def test_a_loss_scale_changes_no_bit(power):
-    for scale in (jmp_kit.StaticLossScale(1.0), jmp_kit.StaticLossScale(2.0**power)):
-        loss, grads = jax.jit(value_and_grad(in_float8(loss_fn), scale))(PARAMS, X)
-        first = (loss, grads) if scale.loss_scale == 1 else first  # noqa: F821
-    chex_equal = jax.tree.map(np.testing.assert_array_equal, (loss, grads), first)
-    assert jax.tree.leaves(chex_equal) == []
+    plain, scaled = (
+        jax.jit(value_and_grad(in_float8(loss_fn), jmp_kit.StaticLossScale(scale)))(PARAMS, X)
+        for scale in (1.0, 2.0**power)
+    )
+    jax.tree.map(np.testing.assert_array_equal, scaled, plain)
 
 
 def test_products_with_batches_and_several_contracted_axes():
@@ -195,13 +200,10 @@ def test_what_the_function_closes_over_has_a_gradient():
 
 
 def test_the_second_derivative_is_there():
-    def penalty(params, x):
-        return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(in_float8(loss_fn))(params, x)))
-
-    def full(params, x):
-        return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss_fn)(params, x)))
-
-    assert distance(jax.grad(penalty)(PARAMS, X), jax.grad(full)(PARAMS, X)) < 0.15
+    found, wanted = (
+        jax.grad(squared_gradient(fun))(PARAMS, X) for fun in (in_float8(loss_fn), loss_fn)
+    )
+    assert distance(found, wanted) < 0.15
 
 
 @pytest.mark.parametrize("recompute", [False, True, "most", 0.0])
@@ -417,11 +419,6 @@ def test_a_rule_that_can_be_called_only_while_it_is_differentiated():
     def loss(params, x):
         return loss_fn(params, scaled(x))
 
-    for take in (lambda f: f, plain_penalty):
+    for take in (lambda f: f, squared_gradient):
         wanted, got = (jax.grad(take(f))(PARAMS, X) for f in (loss, in_float8(loss)))
         assert distance(got, wanted) < 0.15
-
-
-def plain_penalty(fun):
-    """The squared gradient of a function."""
-    return lambda *args: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(fun)(*args)))
