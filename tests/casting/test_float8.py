@@ -262,6 +262,12 @@ def test_the_plan_says_where_and_why_not():
     assert {p for part in found.parts for p in part.products} == {"dot_general bfloat16"}
 
 
+def test_an_operand_is_off_by_what_the_page_says():
+    found = in_float8(lambda x: x @ jnp.eye(512))(jax.random.normal(KEYS[5], (256, 512)))
+    exact = jax.random.normal(KEYS[5], (256, 512))
+    assert distance(found, exact) == pytest.approx(0.026, abs=0.002)
+
+
 def test_what_is_left_as_it_is_written():
     x, w = LARGE, WEIGHTS["attention"]["kernel"]
     products = {
