@@ -36,7 +36,7 @@ from jmp_kit.casting._state import STATE, Origins, States
 from jmp_kit.casting._sums import shared
 from jmp_kit.casting._turned import turned
 from jmp_kit.casting._undone import undone
-from jmp_kit.casting._worth import costly, is_costly, is_kept, is_linear, reduced, spread, summed
+from jmp_kit.casting._worth import costly, is_costly, is_kept, is_linear, normed, reduced, spread, summed
 from jmp_kit.programs._flow import Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import (
     is_complex,
@@ -262,6 +262,7 @@ class Planner:
         largest_costly = max(
             (size_of(v) for e in segment if is_costly(e) for v in e.outvars), default=0
         )
+        made_of_rows = normed(segment)
         found = {v for v in made if v in program.depending and v in program.reaching}
         found -= reduced(segment) & program.spread
         found = {v for v in found if is_float32(v) and not is_small(v, segment)}
@@ -273,7 +274,7 @@ class Planner:
                 is_state = program.origins.get(v, 0) & STATE
                 why = _plan.UPDATED if is_state else _plan.LEADS
                 return Stored(eqn, self.calls, v, np.dtype(np.float32), why)
-            is_apart = size_of(v) <= largest_costly or v not in program.summed
+            is_apart = size_of(v) <= largest_costly or v not in program.summed or v in made_of_rows
             # Nor does it fuse a sum of the backward pass with what the forward pass made.
             is_late = [use is None or is_backward(stack_of(use)) for use in program.uses[v]]
             is_apart |= not is_backward(stack_of(eqn)) and any(is_late)

@@ -9,10 +9,9 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_kit.casting._again import Value
 from jmp_kit.casting._float8 import is_rounding
 from jmp_kit.casting._parts import acts
-from jmp_kit.casting._worth import is_kept, reduces
+from jmp_kit.casting._worth import is_kept, normed, reduces
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
-    is_along_rows,
     is_float32,
     is_small,
     is_var,
@@ -77,7 +76,7 @@ class ForwardPass:
     def values(self) -> dict[Hashable, Value]:
         """What the backward pass takes of the forward pass, and what that is made of."""
         values: dict[Hashable, Value] = {}
-        normed = {v for part in self.parts for v in _normed(part)}
+        of_rows = {v for part in self.parts for v in normed(part)}
         product_of = {v for e in self.eqns if self.flow.is_product(e) for v in e.outvars}
         late = filter(self.is_late, self.eqns)
         pairs = ((a, self.part_of[id(e)]) for e in late for a in e.invars if is_var(a))
@@ -85,7 +84,7 @@ class ForwardPass:
         while waiting:
             v = waiting.pop()
             if v in self.early and v in self.made_in and v not in values:
-                found = dict(self._values_of(v, v in normed, v in product_of))
+                found = dict(self._values_of(v, v in of_rows, v in product_of))
                 values |= found
                 waiting += found[v].operands or ()
         return values
@@ -115,17 +114,6 @@ class ForwardPass:
             stored = is_stored or closing
             is_rounded = is_half and not stored
             yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
-
-
-def _normed(part: Part) -> set[Var]:
-    """What is made with sums along rows."""
-    found: set[Var] = set()
-    for eqn in part:
-        is_made_of_sums = not reduces(eqn) and any(is_var(a) and a in found for a in eqn.invars)
-        is_row = reduces(eqn) and is_along_rows(eqn) and not is_rounding(eqn)
-        if is_made_of_sums or is_row:
-            found.update(eqn.outvars)
-    return found
 
 
 def makers(

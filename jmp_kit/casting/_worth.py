@@ -4,8 +4,9 @@ from collections.abc import Callable, Hashable, Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit.casting._float8 import is_rounding
 from jmp_kit.programs._flow import KERNELS, Flow
-from jmp_kit.programs._jaxpr import is_var, names_within, shape_of, size_of
+from jmp_kit.programs._jaxpr import is_along_rows, is_var, names_within, shape_of, size_of
 
 # What a segment's backward pass does not compute again, for it is small or takes long.
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
@@ -83,6 +84,17 @@ def reduced(segment: Sequence[JaxprEqn]) -> set[Var]:
             largest = max(map(size_of, eqn.invars), default=0)
             sizes |= {size for size in map(size_of, eqn.outvars) if size < largest}
         found |= {v for v in eqn.outvars if size_of(v) in sizes}
+    return found
+
+
+def normed(segment: Sequence[JaxprEqn]) -> set[Var]:
+    """What is made with sums along rows."""
+    found: set[Var] = set()
+    for eqn in segment:
+        is_made_of_sums = not reduces(eqn) and any(is_var(a) and a in found for a in eqn.invars)
+        is_row = reduces(eqn) and is_along_rows(eqn) and not is_rounding(eqn)
+        if is_made_of_sums or is_row:
+            found.update(eqn.outvars)
     return found
 
 
