@@ -22,8 +22,8 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit._dtypes import FLOAT8
-from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import cast, equations_of, is_var, shape_of
+from jmp_kit.programs._flow import KERNELS, Flow
+from jmp_kit.programs._jaxpr import cast, equations_of, is_var, shape_of, uses_of
 from jmp_kit.programs._marks import OURS, marked, marked_dtype, stack_of
 
 # Where float8 is faster than half on an H200, of 8,192 tokens: 0.9 times the speed at width 512,
@@ -32,7 +32,10 @@ SMALLEST_SIDE, SMALLEST_PRODUCT = 1024, 2**36
 # What the libraries' float8 products need.
 _MULTIPLE = 16
 
-_ROUNDED = f"{OURS}float8_by_"
+_ROUNDED, _SCALED = f"{OURS}float8_by_", f"{OURS}scaled_at_once"
+
+# What computes nothing.
+_MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "split"}
 
 _LARGEST = float(jnp.finfo(FLOAT8).max)
 # Of which the reciprocal is finite: rows of zeros have a scale, too.
@@ -110,10 +113,12 @@ def in_float8(jaxpr: Jaxpr, flow: Flow, by_size: bool, half: np.dtype) -> Jaxpr:
       half: what they give.
     """
     copies: dict[Var, list[_Copy]] = defaultdict(list)
+    uses = uses_of(jaxpr)
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         if flow.is_product(eqn) and not why_half(eqn, by_size):
-            eqns += _written(eqn, copies, half)
+            is_apart = _goes_to_kernels(eqn.outvars[0], uses)
+            eqns += _written(eqn, copies, half, is_apart)
         else:
             eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
@@ -122,6 +127,11 @@ def in_float8(jaxpr: Jaxpr, flow: Flow, by_size: bool, half: np.dtype) -> Jaxpr:
 def is_rounding(eqn: JaxprEqn) -> bool:
     """Whether it is of those that round an operand."""
     return _ROUNDED in stack_of(eqn)
+
+
+def is_scaled_at_once(eqn: JaxprEqn) -> bool:
+    """Whether it is a product that XLA scales where it makes it."""
+    return _SCALED in stack_of(eqn)
 
 
 def rounded_twice(segment: Sequence[JaxprEqn]) -> set[Var]:
@@ -137,10 +147,8 @@ def rounded_twice(segment: Sequence[JaxprEqn]) -> set[Var]:
     return {v for v, found in ways.items() if len(found) > 1 and v not in made}
 
 
-def _named(source: Any, side: _Operand) -> Any:
-    """The names around what rounds an operand: by which axes."""
-    way = "_".join(map(str, side.contracted))
-    return source.replace(name_stack=source.name_stack.extend(f"{_ROUNDED}{way}"))
+def _named(source: Any, name: str) -> Any:
+    return source.replace(name_stack=source.name_stack.extend(name))
 
 
 def _operands(eqn: JaxprEqn) -> tuple[_Operand, _Operand]:
@@ -149,8 +157,20 @@ def _operands(eqn: JaxprEqn) -> tuple[_Operand, _Operand]:
     return _Operand(a, ac, ab), _Operand(b, bc, bb)
 
 
+def _goes_to_kernels(v: Var, uses: Mapping[Var, Sequence[JaxprEqn | None]]) -> bool:
+    """Whether nothing computes with a product's result on its way to kernels, as of attention."""
+    return all(
+        use is not None
+        and (
+            use.primitive.name.startswith(KERNELS)
+            or (use.primitive.name in _MOVES and _goes_to_kernels(use.outvars[0], uses))
+        )
+        for use in uses.get(v, [None])
+    )
+
+
 def _written(
-    eqn: JaxprEqn, copies: Mapping[Var, list[_Copy]], half: np.dtype
+    eqn: JaxprEqn, copies: Mapping[Var, list[_Copy]], half: np.dtype, is_apart: bool
 ) -> Iterator[JaxprEqn]:
     sides, source, [result] = _operands(eqn), eqn.source_info, eqn.outvars
     found = [_along(side, copies, side.kept) for side in sides]
@@ -165,21 +185,60 @@ def _written(
         if copy not in (*found, *folded):
             operands = [side.atom, *([factor.scale] if factor else ())]
             function = _scaled(side, other)
-            yield from equations_of(function, operands, [*copy[:2]], _named(source, side))
+            way = _ROUNDED + "_".join(map(str, side.contracted))
+            yield from equations_of(function, operands, [*copy[:2]], _named(source, way))
             if not factor and is_var(side.atom):
                 copies[side.atom].append(copy)
+    left = [i for i in (0, 1) if not folded[i]]
+    values, scales = [c.value for c in taken], [taken[i].scale for i in left]
+    if is_apart and all(map(_is_matrix, sides)):
+        function = _scaled_matrix(eqn, left)
+        for e in equations_of(function, [*values, *scales], [result], _named(source, _SCALED)):
+            yield marked(e, half) if e.primitive.name == eqn.primitive.name else e
+        return
     raw = Var(result.aval.update(dtype=jnp.float32, weak_type=False))
     params = {**eqn.params, "preferred_element_type": np.dtype(np.float32)}
-    product = eqn.replace(invars=[c.value for c in taken], outvars=[raw], params=params)
-    yield marked(product, half)
-    left = [i for i in (0, 1) if not folded[i]]
+    yield marked(eqn.replace(invars=values, outvars=[raw], params=params), half)
 
     def unscaled(raw: Any, *scales: Any) -> Any:
         for i, scale in zip(left, scales, strict=True):
             raw = raw * _thin(scale, sides, i)
         return cast(raw, result.aval.dtype)
 
-    yield from equations_of(unscaled, [raw, *(taken[i].scale for i in left)], [result], source)
+    yield from equations_of(unscaled, [raw, *scales], [result], source)
+
+
+def _is_matrix(side: _Operand) -> bool:
+    """Whether the axes that are contracted are one of two."""
+    axes, last = list(side.contracted), len(shape_of(side.atom)) - 1
+    is_block = axes == list(range(axes[0], axes[-1] + 1))
+    return not side.batch and is_block and (axes[0] == 0 or axes[-1] == last)
+
+
+def _scaled_matrix(eqn: JaxprEqn, left: Sequence[int]) -> Callable[..., Any]:
+    """The function of two matrices, and of the scales of these of them, that gives their product.
+
+    Of matrices, and of scales that are there before, XLA scales it in the kernel that makes it.
+    """
+    sides, [result] = _operands(eqn), eqn.outvars
+    contracted = [0 if 0 in side.contracted else 1 for side in sides]
+
+    def scaled(a: Any, b: Any, *scales: Any) -> Any:
+        matrices = []
+        for x, side, axis in zip((a, b), sides, contracted, strict=True):
+            depth = math.prod(x.shape[i] for i in side.contracted)
+            matrices.append(x.reshape((depth, -1) if axis == 0 else (-1, depth)))
+        product = lax.dot_general(
+            *matrices,
+            (tuple((axis,) for axis in contracted), ((), ())),
+            precision=eqn.params["precision"],
+            preferred_element_type=jnp.float32,
+        )
+        for i, scale in zip(left, lax.optimization_barrier(scales), strict=True):
+            product = product * scale.reshape((-1, 1) if i == 0 else (1, -1))
+        return cast(product.reshape(result.aval.shape), result.aval.dtype)
+
+    return scaled
 
 
 def _copy_of(side: _Operand) -> _Copy:

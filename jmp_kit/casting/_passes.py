@@ -152,6 +152,10 @@ class _Segment:
             and not is_rounding(eqn)
         )
 
+    def _is_extremum(self, eqn: JaxprEqn) -> bool:
+        """Whether it is the largest value of a row that is rounded by it."""
+        return eqn.primitive.name in _REDUCES and is_rounding(eqn) and is_along_rows(eqn)
+
     def _joining(self, segment: Sequence[JaxprEqn]) -> set[Var]:
         """The small values that are combined with big ones."""
         found: set[Var] = set()
@@ -166,7 +170,7 @@ class _Segment:
         """The sums along rows that others take than passes over rows, each of which has its own."""
         found: set[Var] = set()
         for v in roots:
-            if not self._is_row(self.maker[v]):
+            if not self._is_row(self.maker[v]) and not self._is_extremum(self.maker[v]):
                 rows = filter(self._is_row, self.cone(v, self.stops | found).eqns)
                 found.update(v for eqn in rows for v in eqn.outvars)
         return found | {v for v in roots if self._is_row(self.maker[v])}
@@ -187,8 +191,10 @@ class _Segment:
     def _pass_of(self, root: Var) -> Pass:
         cone = self.cone(root, self.stops)
         eqn = self.maker[root]
-        has_rows = self._is_big(root) and any(map(self._is_row, cone.eqns))
-        is_row = has_rows and self._is_worth_it(cone, root)
+        is_of_rows = self._is_big(root) or self._is_extremum(eqn)
+        has_rows = is_of_rows and any(map(self._is_row, cone.eqns))
+        whole = eqn.invars[0] if eqn.primitive.name in _REDUCES else root
+        is_row = has_rows and self._is_worth_it(cone, whole)
         if not is_row and root not in self.statistics:
             cone = self.cone(root, self.stops | self.statistics)
         before = [v for v in cone.sources if v in self.maker]
@@ -250,6 +256,9 @@ class _Segment:
             ordered = list(kernels.sums(ordered, set(roots)))
         ordered = [e for eqn in ordered for e in kernels.own_zeros(eqn)]
         apart = list(fresh) if group.is_apart else []
+        if group.is_row:  # or XLA takes it for the pass that made these
+            sources = (v for cone in cones for v in cone.sources if v in self.maker)
+            apart += [v for v in dict.fromkeys(sources) if is_rounding(self.maker[v])]
         return Piece(ordered, list(roots), apart, list(self._moved(ordered)))
 
     def _moved(self, eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:

@@ -13,7 +13,7 @@ from jmp_kit.casting import _loops as loops
 from jmp_kit.casting import _plan
 from jmp_kit.casting._accumulated import is_accumulated
 from jmp_kit.casting._biases import bias_of
-from jmp_kit.casting._float8 import in_float8, rounded_twice
+from jmp_kit.casting._float8 import in_float8, is_scaled_at_once, rounded_twice
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._joined import joined
 from jmp_kit.casting._parts import acts, is_barrier, parts_of, split_at, sunk
@@ -36,7 +36,16 @@ from jmp_kit.casting._state import STATE, Origins, States
 from jmp_kit.casting._sums import shared
 from jmp_kit.casting._turned import turned
 from jmp_kit.casting._undone import undone
-from jmp_kit.casting._worth import costly, is_costly, is_kept, is_linear, normed, reduced, spread, summed
+from jmp_kit.casting._worth import (
+    costly,
+    is_costly,
+    is_kept,
+    is_linear,
+    normed,
+    reduced,
+    spread,
+    summed,
+)
 from jmp_kit.programs._flow import Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import (
     is_complex,
@@ -227,7 +236,11 @@ class Planner:
     def _summed(
         self, program: Program, products: Sequence[JaxprEqn]
     ) -> Iterator[tuple[Var, np.dtype]]:
-        """Gradients of weights: products of the backward pass that reach state, or no product."""
+        """Gradients of weights: products of the backward pass that reach state, or no product.
+
+        And what is scaled before it is rounded.
+        """
+        yield from ((e.outvars[0], np.dtype(np.float32)) for e in products if is_scaled_at_once(e))
         loops = any(e.primitive.name in _LOOPS for e in self.calls)
         for eqn in products if self.is_summed_wide else ():
             v, half = eqn.outvars[0], self._dtype_of(eqn)

@@ -10,7 +10,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._again import kept
-from jmp_kit.casting._parts import barrier_of
+from jmp_kit.casting._float8 import is_scaled_at_once
+from jmp_kit.casting._parts import barrier_of, is_barrier
 from jmp_kit.casting._taken import ForwardPass, Part, Rounded
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
@@ -62,7 +63,7 @@ class _Backward:
         self.rounded = {v.var for v in keep if isinstance(v, Rounded)}
         eqns = [*filter(program.is_late, program.eqns)]
         # Of the products behind.
-        self.ends = {v for e in eqns if program.flow.closes(e) for v in e.outvars} & reaching
+        self.ends = {v for e in eqns for v in _ends(e, program.flow)} & reaching
         computing = [e for e in eqns if not program.from_memory(e)]
         taken = {a for e in [*computing, *self.maker.values()] for a in e.invars if is_var(a)}
         self.read = taken & program.early
@@ -121,6 +122,14 @@ class _Backward:
                 made = [Var(v.aval) for v in taken]
                 self.behind.update(zip([*fresh, *last], made, strict=True))
                 yield [barrier_of(taken, made, on_cpus)]
+
+
+def _ends(eqn: JaxprEqn, flow: Flow) -> Iterator[Var]:
+    """What a product makes, or what there is before it, where nothing may come between."""
+    if is_scaled_at_once(eqn):
+        yield from filter(is_var, eqn.invars if is_barrier([eqn]) else ())
+    elif flow.closes(eqn):
+        yield from eqn.outvars
 
 
 def _is_spread(atom: Var, eqn: JaxprEqn) -> bool:

@@ -1,6 +1,7 @@
 """Products in float8: how near they are, where they are, and what is not finite in them."""
 
 import functools
+import re
 
 import jax
 import jax.export
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.experimental import pallas
 
 import jmp_kit
 from benchmarks.training import plain_state, plain_step
@@ -176,6 +178,37 @@ def layers(params, x):
 
 
 STACKED = {name: jnp.stack([w, -w, 0.5 * w]) for name, w in PARAMS.items()}
+
+
+def kernel_of_half(x):
+    def copy(given, result):
+        result[...] = given[...]
+
+    shape = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    call = pallas.pallas_call(copy, out_shape=shape, interpret=True)
+    return call(x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+copied = jax.custom_vjp(kernel_of_half)
+copied.defvjp(lambda x: (kernel_of_half(x), None), lambda _, g: (kernel_of_half(g),))
+
+
+@ways
+def test_what_a_kernel_takes_is_scaled_where_it_is_made(way):
+    """In one product, of matrices, and with one rounding."""
+
+    def loss(params, x):
+        heads = copied(jnp.einsum("btd,dhk->bthk", x, params["up"].reshape(32, 8, 16)))
+        out = jnp.einsum("bthk,hkd->btd", heads, params["down"].reshape(8, 16, 32))
+        return jnp.mean((x + out) ** 2)
+
+    args = PARAMS, X.reshape(16, 4, 32)
+    got = jax.jit(way(loss))(*args)
+    assert distance(got, jax.value_and_grad(loss)(*args)) < 0.085
+    assert operands_of(way(loss), *args) == {EIGHT, HALF}  # the kernels'
+    # What goes into the kernel, and its cotangent.
+    traced = str(jax.make_jaxpr(way(loss))(*args))
+    assert len(set(re.findall(r"(\w+):f32\[64,128\] = dot_general", traced))) >= 2
 
 
 @ways
@@ -411,7 +444,7 @@ def test_an_h200_multiplies_float8_and_a_layer_needs_less_memory(libraries, stan
     assert {(p.lhs_dtype, p.rhs_dtype) for p in multiplied} == {EIGHT}
     assert len(multiplied) == 15
     moved, kept = layer("mixed_float8") / layer("mixed_bfloat16")
-    assert moved < (1.27 if libraries else 1.13)
+    assert moved < (1.28 if libraries else 1.1)
     assert kept < 0.9
 
 

@@ -111,6 +111,17 @@ def test_sums_over_the_same_values_are_one_pass():
     assert max(map(len, vectors)) == 2
 
 
+def test_no_sign_is_within_a_sum_along_rows(monkeypatch):
+    """XLA takes it out, and makes two kernels of what else is one."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+    found = pieces(lambda x, *_: layer_norm(x), (64, 128, 64))
+    maker = {v: e.primitive.name for piece in found for e in piece.eqns for v in e.outvars}
+    sums = [e for piece in found for e in piece.eqns if e.primitive.name == "reduce_sum"]
+    summed = [v for e in sums for v in e.invars if v.aval.shape == (64, 128, 64)]
+    assert len(summed) > 4
+    assert "neg" not in map(maker.get, summed)
+
+
 def stored(fun, *args):
     """The shapes of what is rounded on its way into memory."""
     found = plans_of(fun, "mixed_bfloat16", *args)
