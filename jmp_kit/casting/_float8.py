@@ -223,14 +223,15 @@ def _scaled_matrix(eqn: JaxprEqn, left: Sequence[int]) -> Callable[..., Any]:
     sides, [result] = _operands(eqn), eqn.outvars
     contracted = [0 if 0 in side.contracted else 1 for side in sides]
 
+    def matrix(x: Any, side: _Operand, axis: int) -> Any:
+        depth = math.prod(x.shape[i] for i in side.contracted)
+        return x.reshape((depth, -1) if axis == 0 else (-1, depth))
+
     def scaled(a: Any, b: Any, *scales: Any) -> Any:
-        matrices = []
-        for x, side, axis in zip((a, b), sides, contracted, strict=True):
-            depth = math.prod(x.shape[i] for i in side.contracted)
-            matrices.append(x.reshape((depth, -1) if axis == 0 else (-1, depth)))
         product = lax.dot_general(
-            *matrices,
-            (tuple((axis,) for axis in contracted), ((), ())),
+            matrix(a, sides[0], contracted[0]),
+            matrix(b, sides[1], contracted[1]),
+            ((contracted[:1], contracted[1:]), ((), ())),
             precision=eqn.params["precision"],
             preferred_element_type=jnp.float32,
         )
