@@ -115,7 +115,7 @@ def _stored(x: Any, stored: Stored) -> Any:
     """
     half = cast(x, stored.dtype) if stored.form else x
     match stored.form:
-        case Form.APART:
+        case Form.APART | Form.ADDED:
             return lax.optimization_barrier(half)
         case Form.FUSED:
             opaque = lax.optimization_barrier(np.True_)

@@ -1,9 +1,10 @@
 """Cotangents that are sums of what is stored, of several projections say, stored themselves.
 
-Each pass that takes such a sum would read all of its terms.
+Each pass that takes such a sum would read all of its terms. Sums of halves alone, one of which a
+product gives, need no pass: XLA adds in the product's kernel.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -15,6 +16,8 @@ from jmp_kit.programs._marks import is_backward, stack_of
 _JOINS = SUMS | {"select_n"}
 # What a value goes through as it is.
 MOVES = {"reshape", "transpose", "neg", "convert_element_type", "squeeze"}
+# What XLA adds in the kernel of a product, and what may be between.
+_ADDS, _MOVES = SUMS - {"sub"}, {"reshape", "squeeze", "expand_dims"}
 
 
 def joined(
@@ -49,3 +52,24 @@ def joined(
         is_new &= all(map(is_cotangent, (eqn, *uses[v])))
         if is_new and is_float32(v) and not is_small(v, segment):
             yield v
+
+
+def added(segment: Sequence[JaxprEqn], products: Set[Var]) -> set[Var]:
+    """The sums of what products give and of other values from outside the segment.
+
+    Args:
+      products: what products give.
+    """
+    inside = {v for e in segment for v in e.outvars}
+    given, found = set(products), set[Var]()  # what products give also as it is moved
+    for eqn in segment:
+        operands = list(filter(is_var, eqn.invars))
+        if eqn.primitive.name in _MOVES and not given.isdisjoint(operands):
+            given.update(eqn.outvars)
+        elif eqn.primitive.name in _ADDS and len(operands) == 2:
+            terms = found | given
+            sizes = {size_of(a) for a in (*operands, *eqn.outvars)}
+            from_outside = all(a in terms or a not in inside for a in operands)
+            if from_outside and len(sizes) == 1 and not terms.isdisjoint(operands):
+                found.update(filter(is_float32, eqn.outvars))
+    return found

@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_kit.casting import _kernels as kernels
 from jmp_kit.casting._float8 import is_rounding
 from jmp_kit.casting._parts import acts
-from jmp_kit.casting._plan import Piece, Stored
+from jmp_kit.casting._plan import Form, Piece, Stored
 from jmp_kit.casting._worth import is_costly
 from jmp_kit.programs._jaxpr import (
     Atom,
@@ -110,6 +110,8 @@ class _Segment:
         atoms = (a for e in segment for a in (*e.invars, *e.outvars))
         self.largest = max((n for n in map(size_of, atoms) if isinstance(n, int)), default=0)
         self.rounded = {v for v, s in stored.items() if s.form and v in self.maker}
+        sums = [v for v in self.rounded if stored[v].form is Form.ADDED]
+        self.added, _ = traced_back(sums, self.maker)  # by the places of equations
         self.depends = depends
         self.joins = self._joining(segment)
         # What ends a pass, for whoever takes it: all but what a pass of its own makes again.
@@ -262,12 +264,13 @@ class _Segment:
         return Piece(ordered, list(roots), apart, list(self._moved(ordered)))
 
     def _moved(self, eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
-        """What only moves values from outside, which may be there in half."""
+        """What only moves values from outside, which may be there in half, or adds them in it."""
         made = {v for e in eqns for v in e.outvars}
         for eqn in eqns:
             operands = [a for a in eqn.invars if is_var(a) and is_float32(a)]
             outside = operands and not any(a in made for a in operands)
-            if outside and _is_exact(eqn) and all(map(self.depends, operands)):
+            is_moved = _is_exact(eqn) or id(eqn) in self.added
+            if outside and is_moved and all(map(self.depends, operands)):
                 made.difference_update(eqn.outvars)
                 yield eqn
 

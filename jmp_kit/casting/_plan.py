@@ -35,6 +35,7 @@ class Form(enum.Enum):
     CAST = enum.auto()  # only products take it, so nobody casts it back
     FUSED = enum.auto()  # in the kernel of a sum that takes it too
     APART = enum.auto()  # in a kernel of its own
+    ADDED = enum.auto()  # in the kernel of a product, which adds halves to what it gives
 
 
 class Stored(NamedTuple):

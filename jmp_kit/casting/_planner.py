@@ -15,7 +15,7 @@ from jmp_kit.casting._accumulated import is_accumulated
 from jmp_kit.casting._biases import bias_of
 from jmp_kit.casting._float8 import in_float8, is_scaled_at_once, rounded_twice
 from jmp_kit.casting._inline import inlined
-from jmp_kit.casting._joined import joined
+from jmp_kit.casting._joined import added, joined
 from jmp_kit.casting._parts import acts, is_barrier, parts_of, split_at, sunk
 from jmp_kit.casting._passes import passes
 from jmp_kit.casting._plan import (
@@ -84,6 +84,7 @@ class Program(NamedTuple):
     depending: set[Var]  # on a product
     reaching: set[Var]  # a product
     origins: Mapping[Var, Origins]  # of what it is an update
+    products: set[Var]  # what they give
     whole: set[Var]  # not to be rounded
     taken: set[Var]  # by something that is no product
     costly: set[Var]  # see `_worth`
@@ -175,6 +176,7 @@ class Planner:
             depending,
             self.flow.reaching(jaxpr, known.reaches),
             origins,
+            {v for e in jaxpr.eqns if self.flow.is_product(e) for v in e.outvars},
             states.whole(jaxpr, known.whole, origins, depending),
             self.flow.taken_by_others(jaxpr),
             costly(jaxpr, self.flow),
@@ -276,6 +278,7 @@ class Planner:
             (size_of(v) for e in segment if is_costly(e) for v in e.outvars), default=0
         )
         made_of_rows = normed(segment)
+        sums = added(segment, program.products) if program.is_gradient else set()
         found = {v for v in made if v in program.depending and v in program.reaching}
         found -= reduced(segment) & program.spread
         found = {v for v in found if is_float32(v) and not is_small(v, segment)}
@@ -291,7 +294,7 @@ class Planner:
             # Nor does it fuse a sum of the backward pass with what the forward pass made.
             is_late = [use is None or is_backward(stack_of(use)) for use in program.uses[v]]
             is_apart |= not is_backward(stack_of(eqn)) and any(is_late)
-            form = Form.APART if is_apart else Form.FUSED
+            form = Form.ADDED if v in sums else Form.APART if is_apart else Form.FUSED
             return Stored(eqn, self.calls, v, self.half, _plan.ANEW, form)
 
         return {v: stored(e, v) for e in segment for v in e.outvars if v in found}

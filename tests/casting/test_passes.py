@@ -1,5 +1,7 @@
 """Segments in passes: what they compute, and what XLA makes of them for a GPU."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,6 +128,24 @@ def stored(fun, *args):
     """The shapes of what is rounded on its way into memory."""
     found = plans_of(fun, "mixed_bfloat16", *args)
     return [s.var.aval.shape for plan in found for s in plan.every_stored() if s.form]
+
+
+def test_what_is_added_to_a_product_is_added_in_half():
+    """A residual stream, and the cotangent of what two products take: as products give them."""
+
+    def loss_fn(weights, x):
+        x = x @ weights[0]
+        for _ in range(2):
+            y = layer_norm(x)
+            x = x + jnp.tanh(y @ weights[1]) * (y @ weights[2]) @ weights[3]
+        return mean_square(layer_norm(x) @ weights[0])
+
+    weights, x = [jnp.eye(64)] * 4, jnp.ones((256, 64))
+    [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", weights, x)
+    sums = [s.eqn.primitive.name for s in plan.every_stored() if s.form is Form.ADDED]
+    assert sums == ["add", "add_any", "add_any"]
+    traced = str(jax.make_jaxpr(autocast(jax.grad(loss_fn), "mixed_bfloat16"))(weights, x))
+    assert len(set(re.findall(r"(\w+):bf16\[256,64\] = add", traced))) == 3
 
 
 def test_what_several_passes_take_is_stored_once():
