@@ -1,38 +1,35 @@
-"""Gradients of weights that a loop adds up, over micro-batches: no round of it may lose digits."""
+"""Gradients of weights that are added to others in float32: they lose no digits before.
 
-from collections.abc import Mapping, Sequence
+A loop adds up those of micro-batches; what is scattered, the gradient of a table that is looked up
+in, is added to what the same table multiplies.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._joined import MOVES
-from jmp_kit.casting._state import STATE, Origins
 from jmp_kit.programs._flow import SUMS
 from jmp_kit.programs._jaxpr import is_var, shape_of
 
+Uses = Mapping[Var, Sequence[JaxprEqn | None]]
 
-def is_accumulated(
-    gradient: Var,
-    uses: Mapping[Var, Sequence[JaxprEqn | None]],
-    origins: Mapping[Var, Origins],
-) -> bool:
-    """Whether all that takes it adds it to state."""
+
+def is_accumulated(gradient: Var, uses: Uses, collects: Callable[[Var], bool]) -> bool:
+    """Whether all that takes it adds it to what collects gradients."""
     return all(
-        eqn is not None and (_adds(eqn, gradient, origins) or _goes_on(eqn, uses, origins))
+        eqn is not None and (_adds(eqn, gradient, collects) or _goes_on(eqn, uses, collects))
         for eqn in uses[gradient]
     )
 
 
-def _adds(eqn: JaxprEqn, gradient: Var, origins: Mapping[Var, Origins]) -> bool:
+def _adds(eqn: JaxprEqn, gradient: Var, collects: Callable[[Var], bool]) -> bool:
     others = (a for a in eqn.invars if is_var(a) and a is not gradient)
-    return eqn.primitive.name in SUMS and any(origins.get(a, 0) & STATE for a in others)
+    return eqn.primitive.name in SUMS and any(map(collects, others))
 
 
-def _goes_on(
-    eqn: JaxprEqn,
-    uses: Mapping[Var, Sequence[JaxprEqn | None]],
-    origins: Mapping[Var, Origins],
-) -> bool:
+def _goes_on(eqn: JaxprEqn, uses: Uses, collects: Callable[[Var], bool]) -> bool:
     first, *factors = eqn.invars
     is_scaled = eqn.primitive.name in ("mul", "div") and not any(map(shape_of, factors))
     is_same = is_scaled or eqn.primitive.name in MOVES
-    return is_var(first) and is_same and is_accumulated(eqn.outvars[0], uses, origins)
+    return is_var(first) and is_same and is_accumulated(eqn.outvars[0], uses, collects)

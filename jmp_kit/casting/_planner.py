@@ -85,6 +85,7 @@ class Program(NamedTuple):
     reaching: set[Var]  # a product
     origins: Mapping[Var, Origins]  # of what it is an update
     products: set[Var]  # what they give
+    scattered: set[Var]  # what is scattered into
     whole: set[Var]  # not to be rounded
     taken: set[Var]  # by something that is no product
     costly: set[Var]  # see `_worth`
@@ -177,6 +178,7 @@ class Planner:
             self.flow.reaching(jaxpr, known.reaches),
             origins,
             {v for e in jaxpr.eqns if self.flow.is_product(e) for v in e.outvars},
+            {v for e in jaxpr.eqns if e.primitive.name.startswith("scatter") for v in e.outvars},
             states.whole(jaxpr, known.whole, origins, depending),
             self.flow.taken_by_others(jaxpr),
             costly(jaxpr, self.flow),
@@ -243,13 +245,18 @@ class Planner:
         And what is scaled before it is rounded.
         """
         yield from ((e.outvars[0], np.dtype(np.float32)) for e in products if is_scaled_at_once(e))
-        loops = any(e.primitive.name in _LOOPS for e in self.calls)
+        is_repeated = any(e.primitive.name in _LOOPS for e in self.calls)
+
+        def collects(v: Var) -> bool:
+            is_state = bool(program.origins.get(v, 0) & STATE)
+            return v in program.scattered or (is_repeated and is_state)
+
         for eqn in products if self.is_summed_wide else ():
             v, half = eqn.outvars[0], self._dtype_of(eqn)
             is_last = v not in program.reaching or v in program.whole
             is_gradient = is_last and is_backward(stack_of(eqn, self.calls))
             if half is not None and is_gradient and eqn.primitive.name in _SUMMED_WIDE:
-                wide = loops and is_accumulated(v, program.uses, program.origins)
+                wide = is_accumulated(v, program.uses, collects)
                 yield v, np.dtype(np.float32) if wide else half
 
     def _saveable(self, primitive: Any, *_: Any, **__: Any) -> bool:
