@@ -216,6 +216,19 @@ def test_a_transposed_product_is_turned_round():
         assert jnp.abs(a - b).max() < 0.02 * jnp.abs(b).max()
 
 
+def test_a_transposed_weight_has_its_gradient_as_the_product_gives_it():
+    """Transposed by JAX and by the derivative of the transposition: not at all."""
+
+    def loss_fn(table, x):
+        return mean_square(jnp.tanh(x) @ table.T)
+
+    args = jnp.ones((5, 3)), jnp.ones((4, 3))
+    half = autocast(jax.grad(loss_fn), "mixed_bfloat16")
+    assert count(jax.grad(loss_fn), "transpose", *args) == 3
+    assert count(half, "transpose", *args) == 1
+    np.testing.assert_allclose(half(*args), jax.grad(loss_fn)(*args), rtol=0.02)
+
+
 def test_a_loop_casts_its_weights_once():
     def loss_fn(w, x):
         return mean_square(lax.scan(lambda h, _: (jnp.tanh(h @ w[0]), h @ w[1]), x, None, 5)[1])

@@ -121,6 +121,16 @@ def test_micro_batches_add_up_without_a_rounding(add):
     assert set(summed_in(plan)) == {np.dtype(np.float32)}
 
 
+def test_what_is_added_to_what_is_scattered_is_float32():
+    """The gradient of a table that is looked up in and that multiplies, too."""
+
+    def loss_fn(table, tokens):
+        return jnp.mean((jnp.tanh(table[tokens]) @ table.T) ** 2)
+
+    [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", PARAMS[0], jnp.arange(8))
+    assert list(summed_in(plan)).count(np.dtype(np.float32)) == 1
+
+
 def test_what_an_optimizer_takes_is_kept_in_half():
     """In a loop, too: a step that is trained in a scan adds no gradient to another."""
 
