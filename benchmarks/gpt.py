@@ -45,7 +45,7 @@ SIZES = {
     "gpt 350M": Size(24, 16, 1024, batch=16),
     WIDE: Size(24, 16, 2048, batch=16),
 }
-TINY = {"gpt 124M": Size(1, 2, 32, batch=2, time=16, vocabulary=64)}
+TINY = dict.fromkeys(("gpt 124M", WIDE), Size(1, 2, 32, batch=2, time=16, vocabulary=64))
 
 COLUMNS = [
     Column("contender", lambda row: row["contender"]),
@@ -95,7 +95,8 @@ def run(options: Options) -> list[Row]:
 
 
 def _in_torch(model: str, size: Size, batches: Batches, options: Options) -> list[Row]:
-    return torch_gpt.measure(size, batches, options)
+    names = torch_gpt.BESIDE_FLOAT8 if model == WIDE else torch_gpt.AMP
+    return torch_gpt.measure(names, size, batches, options)
 
 
 def _in_jax(model: str, size: Size, batches: Batches, options: Options) -> list[Row]:

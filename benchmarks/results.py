@@ -14,7 +14,16 @@ from rich.table import Table
 
 Row = dict[str, Any]
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "jmp", "mixed_precision_for_JAX", "torch")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "jmp",
+    "mixed_precision_for_JAX",
+    "torch",
+    "torchao",
+)
 
 
 @dataclasses.dataclass(frozen=True)

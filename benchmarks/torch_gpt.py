@@ -1,4 +1,4 @@
-"""The same GPT and batches in PyTorch, with its AMP, as a process of its own.
+"""The same GPT and batches in PyTorch, with its AMP and torchao, as a process of its own.
 
 For two frameworks in one process would each keep the memory of a GPU for itself.
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,17 +23,41 @@ from benchmarks.results import Options, Row
 if TYPE_CHECKING:
     from benchmarks.gpt import Size
 
-NAMES = "PyTorch AMP, bfloat16", "PyTorch AMP, float16"
+AMP = "PyTorch AMP, bfloat16", "PyTorch AMP, float16"
+ALL_LAYERS = "PyTorch, torchao float8 rowwise"
+AUTO_FILTER = "PyTorch, torchao float8 rowwise, auto filter"
+BESIDE_FLOAT8 = AMP[0], ALL_LAYERS, AUTO_FILTER
 
 
-def measure(size: "Size", batches: Sequence[tuple[np.ndarray, ...]], options: Options) -> list[Row]:
-    """A row per way of AMP; it says so where there is no PyTorch."""
-    names = [name for name in NAMES if options.takes(name)]
-    if not names:
-        return []
+def measure(
+    names: Sequence[str],
+    size: "Size",
+    batches: Sequence[tuple[np.ndarray, ...]],
+    options: Options,
+) -> list[Row]:
+    """A row per name; it says so where what it needs is not installed."""
+    rows: dict[str, Row] = {
+        name: {"contender": name, **_missing(name)} for name in names if options.takes(name)
+    }
+    if ready := [name for name, row in rows.items() if "failed" not in row]:
+        rows |= {row["contender"]: row for row in _in_its_process(ready, size, batches, options)}
+    return list(rows.values())
+
+
+def _missing(name: str) -> Row:
     if not importlib.util.find_spec("torch"):
-        reason = 'PyTorch is not installed: pip install ".[torch]"'
-        return [{"contender": name, "failed": reason} for name in names]
+        return {"failed": 'PyTorch is not installed: pip install ".[torch]"'}
+    if "torchao" in name and not importlib.util.find_spec("torchao"):
+        return {"failed": "torchao is not installed: pip install torchao"}
+    return {}
+
+
+def _in_its_process(
+    names: Sequence[str],
+    size: "Size",
+    batches: Sequence[tuple[np.ndarray, ...]],
+    options: Options,
+) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "batches.npz"
         np.savez(file, inputs=[x for x, _ in batches], labels=[y for _, y in batches])
@@ -94,22 +118,71 @@ def _model(size: dict[str, int]) -> Any:
     return GPT()
 
 
-class _Run:
-    """One way of AMP, on its way through the batches."""
+def _to_float8(model: Any, name: str, device: str) -> int:
+    """Makes layers of a model float8; how many.
 
-    def __init__(self, name: str, size: dict[str, int], batches: list[Any], device: str) -> None:
+    The output layer is no nn.Linear, so it stays as it is, as torchao advises.
+
+    Raises:
+      ValueError: if there is none, for then this would be another row of AMP.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = Float8LinearConfig.from_recipe_name("rowwise")
+    config = dataclasses.replace(config, emulate=device != "cuda")
+    takes = _auto_filter() if name == AUTO_FILTER else _divisible
+    convert_to_float8_training(model, config=config, module_filter_fn=takes)
+    if not (layers := sum(isinstance(module, Float8Linear) for module in model.modules())):
+        raise ValueError("torchao makes no layer of this model float8")
+    return layers
+
+
+def _auto_filter() -> Callable[[Any, str], bool]:
+    # Experimental in torchao, so only the row that needs it imports it.
+    from torchao.float8 import _auto_filter_for_recipe
+
+    return _auto_filter_for_recipe("rowwise", filter_fqns=[])
+
+
+def _divisible(module: Any, _: str) -> bool:
+    # What the products of NVIDIA's libraries need: see convert_to_float8_training's example.
+    return module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+
+class _Run:
+    """One contender, on its way through the batches."""
+
+    def __init__(self, row: Row, size: dict[str, int], batches: list[Any], device: str) -> None:
         import torch
 
         torch.manual_seed(0)
-        self.name, self.batches, self.device = name, batches, device
-        self.dtype = torch.bfloat16 if name.endswith("bfloat16") else torch.float16
+        name = row["contender"]
+        self.others = torch.cuda.memory_allocated() if device == "cuda" else 0
+        self.batches, self.device = batches, device
+        self.dtype = torch.float16 if name.endswith(", float16") else torch.bfloat16
+        self.row = row
         model = _model(size).to(device)
+        if "torchao" in name:
+            self.row["float8_layers"] = _to_float8(model, name, device)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), 3e-4, eps=1e-8, weight_decay=1e-4, fused=device == "cuda"
         )
         self.scaler = torch.amp.GradScaler(device, enabled=self.dtype == torch.float16)
         self.model = torch.compile(model) if device == "cuda" else model
         self.losses: list[Any] = []
+
+    def warm_up(self) -> None:
+        """Two steps: what compiling took, and the memory of a step."""
+        import torch
+
+        start = time.perf_counter()
+        self.advance(1)
+        self.row["compile_s"] = time.perf_counter() - start
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self.advance(1)
+            self.row["peak_mib"] = (torch.cuda.max_memory_allocated() - self.others) / 2**20
 
     def advance(self, steps: int) -> float:
         """Seconds of this many steps."""
@@ -130,6 +203,12 @@ class _Run:
         return time.perf_counter() - start
 
 
+def _warmed_up(row: Row, size: dict[str, int], batches: list[Any], device: str) -> _Run:
+    run = _Run(row, size, batches, device)
+    run.warm_up()
+    return run
+
+
 def main() -> None:
     """Takes batches and what to run; prints the rows as JSON."""
     import torch
@@ -145,27 +224,21 @@ def main() -> None:
         tuple(torch.from_numpy(x).long().to(device) for x in pair)
         for pair in zip(arrays["inputs"], arrays["labels"], strict=True)
     ]
-    rows, runs = [], []
-    for name in options.what["names"]:
-        others = torch.cuda.memory_allocated() if device == "cuda" else 0
-        run = _Run(name, options.what["size"], batches, device)
-        start = time.perf_counter()
-        run.advance(1)
-        row: dict[str, Any] = {"contender": name, "compile_s": time.perf_counter() - start}
-        if device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            run.advance(1)
-            row["peak_mib"] = (torch.cuda.max_memory_allocated() - others) / 2**20
-        rows.append(row)
-        runs.append(run)
-    block = steps_in_a_block(min(run.advance(1) for run in runs))
+    rows: list[Row] = [{"contender": name} for name in options.what["names"]]
+    runs = []
+    for row in rows:
+        try:
+            runs.append(_warmed_up(row, options.what["size"], batches, device))
+        except Exception as error:  # what a compiler or a kernel refuses is the row's result
+            row["failed"] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    block = steps_in_a_block(min((run.advance(1) for run in runs), default=1.0))
     seconds: list[list[float]] = [[] for _ in runs]
     for _ in range(options.what["steps"]):
         for found, run in zip(seconds, runs, strict=True):
             found.append(run.advance(block) / block)
-    for row, found, run in zip(rows, seconds, runs, strict=True):
-        row |= step_times(found)
-        row["losses"] = [float(loss) for loss in run.losses]
+    for found, run in zip(seconds, runs, strict=True):
+        run.row |= step_times(found)
+        run.row["losses"] = [float(loss) for loss in run.losses]
     print(json.dumps(rows))
 
 

@@ -1,7 +1,10 @@
 """Every benchmark runs, as toys; what the tables say is read off what was measured."""
 
+import dataclasses
 import importlib.util
 import json
+import re
+import sys
 import types
 
 import jax
@@ -9,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import corpus, gpt, report, results
+from benchmarks import corpus, gpt, report, results, torch_gpt
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.compiled import product_dtypes, program_bytes
 from benchmarks.deviceless import H200
@@ -73,20 +76,105 @@ def test_it_runs_and_its_table_has_a_row_for_each_contender(name, measured):
 
 
 TORCH = importlib.util.find_spec("torch") is not None
-REFUSED = () if TORCH else [("gpt", f"PyTorch AMP, {d}") for d in ("bfloat16", "float16")]
+TORCHAO = TORCH and importlib.util.find_spec("torchao") is not None
+# No layer of a toy is as large as torchao's filter wants.
+_NAMES = {torch_gpt.AUTO_FILTER}
+_NAMES |= set() if TORCHAO else {torch_gpt.ALL_LAYERS}
+_NAMES |= set() if TORCH else set(torch_gpt.AMP)
+REFUSED = {("gpt", name) for name in _NAMES}
 
 
 @pytest.mark.slow
 @pytest.mark.torch
 def test_all_contenders_train_the_same_model(measured):
     rows = [row for row in measured("gpt") if "failed" not in row]
-    assert len(rows) == 13 + 2 * TORCH
+    assert len(rows) == 18 + 3 * TORCH + TORCHAO
     for row in rows:
         if not row["contender"].startswith("PyTorch"):  # which draws other weights
             assert abs(row["losses"][0] - rows[-1]["losses"][0]) < 0.02
         assert row["losses"][-1] < row["losses"][0]
     by_name = {row["contender"]: row for row in rows}
     assert by_name["jmp_kit, bfloat16"]["words_per_s"] > 0
+    if TORCHAO:
+        assert by_name[torch_gpt.ALL_LAYERS]["float8_layers"] == 4
+
+
+@pytest.mark.parametrize(
+    ("installed", "told"),
+    [
+        ({}, 'PyTorch is not installed: pip install ".[torch]"'),
+        ({"torch": True}, "torchao is not installed: pip install torchao"),
+    ],
+)
+def test_a_row_says_what_to_install(installed, told, monkeypatch):
+    monkeypatch.setattr(torch_gpt.importlib.util, "find_spec", installed.get)
+    options = results.Options(tiny=True, steps=1, only=re.compile("torchao"))
+    rows = torch_gpt.measure(torch_gpt.BESIDE_FLOAT8, gpt.TINY[gpt.WIDE], [], options)
+    names = torch_gpt.ALL_LAYERS, torch_gpt.AUTO_FILTER
+    assert rows == [{"contender": name, "failed": told} for name in names]
+
+
+@dataclasses.dataclass
+class Layer:
+    in_features: int
+    out_features: int
+
+
+@dataclasses.dataclass
+class Float8Layer(Layer):
+    config: "Float8Config"
+
+
+@dataclasses.dataclass
+class Float8Config:
+    recipe: str
+    emulate: bool = False
+
+
+@pytest.fixture
+def torchao(monkeypatch):
+    """What `torch_gpt` takes of torchao, for lists of layers. Its own filter takes none."""
+
+    def convert(layers, *, config, module_filter_fn):
+        for i, layer in enumerate(layers):
+            if module_filter_fn(layer, str(i)):
+                layers[i] = Float8Layer(layer.in_features, layer.out_features, config)
+
+    package, module = types.ModuleType("torchao.float8"), types.ModuleType("linear")
+    package.Float8LinearConfig = types.SimpleNamespace(from_recipe_name=Float8Config)
+    package.convert_to_float8_training = convert
+    package._auto_filter_for_recipe = lambda recipe, filter_fqns: lambda layer, name: False
+    module.Float8Linear = Float8Layer
+    for name, found in {
+        "torchao": types.ModuleType("torchao"),
+        "torchao.float8": package,
+        "torchao.float8.float8_linear": module,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, found)
+
+
+class Layers(list):
+    def modules(self):
+        return self
+
+
+@pytest.mark.usefixtures("torchao")
+@pytest.mark.parametrize(("device", "emulate"), [("cuda", False), ("cpu", True)])
+def test_torchao_takes_what_16_divides(device, emulate):
+    layers = Layers([Layer(32, 48), Layer(32, 40), Layer(24, 32)])
+    assert torch_gpt._to_float8(layers, torch_gpt.ALL_LAYERS, device) == 1
+    assert layers[0].config == Float8Config("rowwise", emulate)
+    assert layers[1:] == [Layer(32, 40), Layer(24, 32)]
+
+
+@pytest.mark.usefixtures("torchao")
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [(torch_gpt.ALL_LAYERS, Layer(32, 40)), (torch_gpt.AUTO_FILTER, Layer(32, 48))],
+)
+def test_a_model_without_float8_is_not_called_float8(name, layer):
+    with pytest.raises(ValueError, match="torchao makes no layer of this model float8"):
+        torch_gpt._to_float8(Layers([layer]), name, "cuda")
 
 
 def test_the_operations_of_a_gpt():
