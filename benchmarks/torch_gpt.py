@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from benchmarks.gpt import Size
 
 AMP = "PyTorch AMP, bfloat16", "PyTorch AMP, float16"
-ALL_LAYERS = "PyTorch, torchao float8 rowwise"
-AUTO_FILTER = "PyTorch, torchao float8 rowwise, auto filter"
-BESIDE_FLOAT8 = AMP[0], ALL_LAYERS, AUTO_FILTER
+FLOAT8 = "PyTorch, torchao float8 rowwise"
+BESIDE_FLOAT8 = AMP[0], FLOAT8
 
 
 def measure(
@@ -47,7 +46,7 @@ def measure(
 def _missing(name: str) -> Row:
     if not importlib.util.find_spec("torch"):
         return {"failed": 'PyTorch is not installed: pip install ".[torch]"'}
-    if "torchao" in name and not importlib.util.find_spec("torchao"):
+    if name == FLOAT8 and not importlib.util.find_spec("torchao"):
         return {"failed": "torchao is not installed: pip install torchao"}
     return {}
 
@@ -118,7 +117,7 @@ def _model(size: dict[str, int]) -> Any:
     return GPT()
 
 
-def _to_float8(model: Any, name: str, device: str) -> int:
+def _to_float8(model: Any, device: str) -> int:
     """Makes layers of a model float8; how many.
 
     The output layer is no nn.Linear, so it stays as it is, as torchao advises.
@@ -131,18 +130,10 @@ def _to_float8(model: Any, name: str, device: str) -> int:
 
     config = Float8LinearConfig.from_recipe_name("rowwise")
     config = dataclasses.replace(config, emulate=device != "cuda")
-    takes = _auto_filter() if name == AUTO_FILTER else _divisible
-    convert_to_float8_training(model, config=config, module_filter_fn=takes)
+    convert_to_float8_training(model, config=config, module_filter_fn=_divisible)
     if not (layers := sum(isinstance(module, Float8Linear) for module in model.modules())):
         raise ValueError("torchao makes no layer of this model float8")
     return layers
-
-
-def _auto_filter() -> Callable[[Any, str], bool]:
-    # Experimental in torchao, so only the row that needs it imports it.
-    from torchao.float8 import _auto_filter_for_recipe
-
-    return _auto_filter_for_recipe("rowwise", filter_fqns=[])
 
 
 def _divisible(module: Any, _: str) -> bool:
@@ -163,8 +154,8 @@ class _Run:
         self.dtype = torch.float16 if name.endswith(", float16") else torch.bfloat16
         self.row = row
         model = _model(size).to(device)
-        if "torchao" in name:
-            self.row["float8_layers"] = _to_float8(model, name, device)
+        if name == FLOAT8:
+            self.row["float8_layers"] = _to_float8(model, device)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), 3e-4, eps=1e-8, weight_decay=1e-4, fused=device == "cuda"
         )

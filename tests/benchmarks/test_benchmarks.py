@@ -77,11 +77,8 @@ def test_it_runs_and_its_table_has_a_row_for_each_contender(name, measured):
 
 TORCH = importlib.util.find_spec("torch") is not None
 TORCHAO = TORCH and importlib.util.find_spec("torchao") is not None
-# No layer of a toy is as large as torchao's filter wants.
-_NAMES = {torch_gpt.AUTO_FILTER}
-_NAMES |= set() if TORCHAO else {torch_gpt.ALL_LAYERS}
-_NAMES |= set() if TORCH else set(torch_gpt.AMP)
-REFUSED = {("gpt", name) for name in _NAMES}
+NOT_INSTALLED = ([] if TORCHAO else [torch_gpt.FLOAT8]) + ([] if TORCH else [*torch_gpt.AMP])
+REFUSED = {("gpt", name) for name in NOT_INSTALLED}
 
 
 @pytest.mark.slow
@@ -96,7 +93,7 @@ def test_all_contenders_train_the_same_model(measured):
     by_name = {row["contender"]: row for row in rows}
     assert by_name["jmp_kit, bfloat16"]["words_per_s"] > 0
     if TORCHAO:
-        assert by_name[torch_gpt.ALL_LAYERS]["float8_layers"] == 4
+        assert by_name[torch_gpt.FLOAT8]["float8_layers"] == 4
 
 
 @pytest.mark.parametrize(
@@ -110,8 +107,7 @@ def test_a_row_says_what_to_install(installed, told, monkeypatch):
     monkeypatch.setattr(torch_gpt.importlib.util, "find_spec", installed.get)
     options = results.Options(tiny=True, steps=1, only=re.compile("torchao"))
     rows = torch_gpt.measure(torch_gpt.BESIDE_FLOAT8, gpt.TINY[gpt.WIDE], [], options)
-    names = torch_gpt.ALL_LAYERS, torch_gpt.AUTO_FILTER
-    assert rows == [{"contender": name, "failed": told} for name in names]
+    assert rows == [{"contender": torch_gpt.FLOAT8, "failed": told}]
 
 
 @dataclasses.dataclass
@@ -133,7 +129,7 @@ class Float8Config:
 
 @pytest.fixture
 def torchao(monkeypatch):
-    """What `torch_gpt` takes of torchao, for lists of layers. Its own filter takes none."""
+    """What `torch_gpt` takes of torchao, for lists of layers."""
 
     def convert(layers, *, config, module_filter_fn):
         for i, layer in enumerate(layers):
@@ -143,7 +139,6 @@ def torchao(monkeypatch):
     package, module = types.ModuleType("torchao.float8"), types.ModuleType("linear")
     package.Float8LinearConfig = types.SimpleNamespace(from_recipe_name=Float8Config)
     package.convert_to_float8_training = convert
-    package._auto_filter_for_recipe = lambda recipe, filter_fqns: lambda layer, name: False
     module.Float8Linear = Float8Layer
     for name, found in {
         "torchao": types.ModuleType("torchao"),
@@ -162,19 +157,15 @@ class Layers(list):
 @pytest.mark.parametrize(("device", "emulate"), [("cuda", False), ("cpu", True)])
 def test_torchao_takes_what_16_divides(device, emulate):
     layers = Layers([Layer(32, 48), Layer(32, 40), Layer(24, 32)])
-    assert torch_gpt._to_float8(layers, torch_gpt.ALL_LAYERS, device) == 1
+    assert torch_gpt._to_float8(layers, device) == 1
     assert layers[0].config == Float8Config("rowwise", emulate)
     assert layers[1:] == [Layer(32, 40), Layer(24, 32)]
 
 
 @pytest.mark.usefixtures("torchao")
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [(torch_gpt.ALL_LAYERS, Layer(32, 40)), (torch_gpt.AUTO_FILTER, Layer(32, 48))],
-)
-def test_a_model_without_float8_is_not_called_float8(name, layer):
+def test_a_model_without_float8_is_not_called_float8():
     with pytest.raises(ValueError, match="torchao makes no layer of this model float8"):
-        torch_gpt._to_float8(Layers([layer]), name, "cuda")
+        torch_gpt._to_float8(Layers([Layer(32, 40)]), "cuda")
 
 
 def test_the_operations_of_a_gpt():
