@@ -44,7 +44,8 @@ def differentiated_first(
     def forward(*given: Any) -> tuple[list[Any], Any]:
         values = [x.value for x in given]
         perturbed = [i for i, x in enumerate(given) if x.perturbed and is_smooth(x.value)]
-        return evaluated(*values), (values, dict.fromkeys(perturbed))
+        # Not `evaluated`: what differentiates this rule again gets the rule for the results, too.
+        return call(*values), (values, dict.fromkeys(perturbed))
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         values, perturbed = residuals

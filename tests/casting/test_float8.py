@@ -239,6 +239,12 @@ def test_the_second_derivative_is_there():
     assert distance(found, wanted) < 0.15
 
 
+@ways
+def test_the_value_beside_a_gradient_has_a_derivative(way):
+    grads = jax.grad(lambda params: way(loss_fn)(params, X)[0])(PARAMS)
+    assert distance(grads, jax.grad(loss_fn)(PARAMS, X)) < 0.085
+
+
 @pytest.mark.parametrize("recompute", [False, True, "most", 0.0])
 def test_whatever_is_computed_again(recompute):
     fun = one_line(loss_fn, recompute=recompute)
