@@ -86,8 +86,8 @@ def autocast(
     for another half dtype than the policy's, and of float16 gradients without a loss scale.
 
     With `"mixed_float8"`, large matrix products take float8 operands, each row divided by a scale
-    of its own. They give bfloat16, and the rest is as in `"mixed_bfloat16"`. Under plain `jax.grad`
-    the forward pass is then computed twice: take `jmp_kit.value_and_grad`, or wrap the step.
+    of its own. They give bfloat16, and the rest is as in `"mixed_bfloat16"`, but for `jax.jvp`,
+    which JAX refuses then.
 
     Args:
       fun: the function. Without it, `autocast(policy)` is a decorator.

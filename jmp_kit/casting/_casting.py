@@ -93,14 +93,12 @@ class Casting(NamedTuple):
         def results(*values: Any) -> list[Any]:
             return self._results(program, values, 0, plans)
 
-        def pulled_back(function: Any, values: Any, cotangents: Any) -> list[Any]:
-            given = [*values, *cotangents]
+        def derivative(function: Any, values: Any, cotangents: Any, once: bool) -> list[Any]:
             internal = self._replace(policy=policy.with_output_dtype(jnp.float32))
-            gradient = internal._program(function, given, [*paths, *("" for _ in cotangents)])
-            return internal._differentiable(gradient, given, len(cotangents), plans)
+            return internal._derivative(function, values, cotangents, once, paths, plans)
 
         if has_bound_rules(program[0]):
-            return rebuilt(differentiated_first(flat, arrays, results, pulled_back))
+            return rebuilt(differentiated_first(flat, arrays, results, derivative, self._leaving))
         return rebuilt(self._differentiable(program, arrays, 0, plans))
 
     def differentiated(self, derive: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -166,13 +164,28 @@ class Casting(NamedTuple):
         def results(*given: Any) -> list[Any]:
             return self._results((jaxpr, []), given, cotangents, plans)
 
-        def pulled_back(function: Any, values: Any, cotangents: Any) -> list[Any]:
-            given = [*values, *cotangents]
-            gradient = internal._program(function, given, [])
-            return internal._differentiable(gradient, given, len(cotangents), plans)
+        def derivative(function: Any, values: Any, cotangents: Any, once: bool) -> list[Any]:
+            return internal._derivative(function, values, cotangents, once, [], plans)
 
         function = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
-        return differentiated_first(function, [*consts, *values], results, pulled_back)
+        arrays = [*consts, *values]
+        return differentiated_first(function, arrays, results, derivative, self._leaving)
+
+    def _derivative(
+        self,
+        function: Any,
+        values: Sequence[Any],
+        cotangents: Sequence[Any],
+        once: bool,
+        paths: list[str],
+        plans: list[Plan] | None,
+    ) -> list[Any]:
+        """Of a program with a backward pass in it; once and for all, or with derivatives."""
+        given, paths = [*values, *cotangents], [*paths, *("" for _ in cotangents)]
+        program = self._program(function, given, paths)
+        if once:
+            return self._results(program, given, len(cotangents), plans, once)
+        return self._differentiable(program, given, len(cotangents), plans)
 
     def _rounds(self, jaxpr: Jaxpr) -> bool:
         """Whether products in it are in float8, whose derivatives are not JAX's.
@@ -191,8 +204,13 @@ class Casting(NamedTuple):
         values: Sequence[Any],
         cotangents: int,
         plans: list[Plan] | None,
+        once: bool = False,
     ) -> list[Any]:
-        """Of these values, the last of which are cotangents: made of products, and no state."""
+        """Of these values, the last of which are cotangents: made of products, and no state.
+
+        Args:
+          once: whether nobody differentiates them.
+        """
         jaxpr, consts = program
         made = [i >= len(values) - cotangents for i in range(len(values))]
         known = Known(
@@ -203,7 +221,7 @@ class Casting(NamedTuple):
         )
         states, wide = States(self.flow), self.is_summed_wide
         by_size = self.float8_by_size
-        planner = Planner(self.halves[0], self.flow, self.price, states, wide, by_size)
+        planner = Planner(self.halves[0], self.flow, self.price, states, wide, by_size, once)
         plan = planner.plan(jaxpr, known)
         if plans is not None:
             plans.append(plan)

@@ -117,6 +117,7 @@ class Planner:
     is_summed_wide: bool  # gradients of weights, by devices
     # Whether products without a mark are in float8, if they are large; None: none is.
     float8_by_size: bool | None = None
+    once: bool = False  # whether nobody differentiates what is planned
     # That the program is inside of, the outermost first.
     calls: tuple[JaxprEqn, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -218,7 +219,7 @@ class Planner:
                 return
         closing = program.reaching.intersection(results)
         # JAX's checkpoint cannot keep what is complex, the result of an FFT say.
-        once = any(acts(e) or any(map(is_complex, e.outvars)) for e in moving)
+        once = self.once or any(acts(e) or any(map(is_complex, e.outvars)) for e in moving)
         is_repeated = bool(products or closing) and not is_linear(segment) and not once
         # What only products take is kept in half, but for arguments: they are there anyway.
         taken = {a for e in segment for a in e.invars if is_var(a)}

@@ -239,6 +239,14 @@ def test_the_second_derivative_is_there():
     assert distance(found, wanted) < 0.15
 
 
+def test_no_way_computes_the_forward_pass_twice():
+    compiled = [jax.jit(way(loss_fn)).lower(PARAMS, X).compile() for way in WAYS.values()]
+    operations = [c.cost_analysis()["flops"] for c in compiled]
+    np.testing.assert_allclose(operations, operations[0], rtol=1e-3)
+    kept = [c.memory_analysis().temp_size_in_bytes for c in compiled]
+    assert max(kept) <= 1.01 * min(kept)
+
+
 @ways
 def test_the_value_beside_a_gradient_has_a_derivative(way):
     grads = jax.grad(lambda params: way(loss_fn)(params, X)[0])(PARAMS)
