@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.programs._jaxpr import equations_of, is_float32, is_var, shape_of, size_of
+from jmp_kit.programs._jaxpr import equations_of, is_float32, shape_of, size_of
 
 # XLA fuses a sum of many values with what they are made of, unless it gives few results. Over
 # leading axes alone it takes two stages itself.
@@ -30,19 +30,17 @@ def rows(eqns: Sequence[JaxprEqn], is_row: Callable[[JaxprEqn], bool]) -> Iterat
 
     XLA takes a sign out of a sum, and then does not recognise it: it is taken out before.
     """
-    maker = {v: e for e in eqns for v in e.outvars}
+    negations = {e.outvars[0]: e for e in eqns if e.primitive.name == "neg"}
     for eqn in eqns:
-        if is_row(eqn) and eqn.primitive.name == "reduce_sum" and is_float32(eqn.outvars[0]):
-            [operand], [result] = eqn.invars, eqn.outvars
-            negation = maker.get(operand) if is_var(operand) else None
-            if negation is not None and negation.primitive.name == "neg":
-                total = Var(result.aval)
-                yield from _on_gpus(row_sum, [eqn.replace(invars=negation.invars, outvars=[total])])
-                yield negation.replace(invars=[total], outvars=[result])
-            else:
-                yield from _on_gpus(row_sum, [eqn])
-        else:
+        is_sum = eqn.primitive.name == "reduce_sum" and is_float32(eqn.outvars[0])
+        if not is_row(eqn) or not is_sum:
             yield eqn
+        elif negation := negations.get(eqn.invars[0]):
+            total = Var(eqn.outvars[0].aval)
+            yield from _on_gpus(row_sum, [eqn.replace(invars=negation.invars, outvars=[total])])
+            yield negation.replace(invars=[total], outvars=eqn.outvars)
+        else:
+            yield from _on_gpus(row_sum, [eqn])
 
 
 def sums(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
