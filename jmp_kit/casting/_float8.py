@@ -14,7 +14,7 @@ Source: torchao's rowwise recipe, https://github.com/pytorch/ao/tree/main/torcha
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +22,9 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit._dtypes import FLOAT8
+from jmp_kit.casting._operands import Copy, Operand, along, named, rounded, thin
 from jmp_kit.programs._flow import KERNELS, Flow
-from jmp_kit.programs._jaxpr import cast, equations_of, is_var, shape_of, uses_of
+from jmp_kit.programs._jaxpr import cast, equations_of, shape_of, uses_of
 from jmp_kit.programs._marks import OURS, marked, marked_dtype, stack_of
 
 # Where float8 is faster than half on an H200, of 8,192 tokens: 0.9 times the speed at width 512,
@@ -32,36 +33,10 @@ SMALLEST_SIDE, SMALLEST_PRODUCT = 1024, 2**36
 # What the libraries' float8 products need.
 _MULTIPLE = 16
 
-_ROUNDED, _SCALED = f"{OURS}float8_by_", f"{OURS}scaled_at_once"
+_SCALED = f"{OURS}scaled_at_once"
 
 # What computes nothing.
 _MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "split"}
-
-_LARGEST = float(jnp.finfo(FLOAT8).max)
-# Of which the reciprocal is finite: rows of zeros have a scale, too.
-_LEAST = 2.0**-100
-
-
-class _Copy(NamedTuple):
-    """A value in float8."""
-
-    value: Var
-    scale: Var  # float32, of the value's rank
-    reduced: frozenset[int]  # the axes along which the scale is one
-
-
-class _Operand(NamedTuple):
-    """Of a product: the value, and the axes that it shares with the other, in the same order."""
-
-    atom: Any
-    contracted: Sequence[int]
-    batch: Sequence[int]
-
-    @property
-    def kept(self) -> list[int]:
-        """The other axes."""
-        shared = {*self.contracted, *self.batch}
-        return [i for i in range(len(shape_of(self.atom))) if i not in shared]
 
 
 def why_half(eqn: JaxprEqn, by_size: bool) -> str:
@@ -112,7 +87,7 @@ def in_float8(jaxpr: Jaxpr, flow: Flow, by_size: bool, half: np.dtype) -> Jaxpr:
       by_size: whether products without a mark are in float8, if they are large.
       half: what they give.
     """
-    copies: dict[Var, list[_Copy]] = defaultdict(list)
+    copies: dict[Var, list[Copy]] = defaultdict(list)
     uses = uses_of(jaxpr)
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
@@ -124,37 +99,15 @@ def in_float8(jaxpr: Jaxpr, flow: Flow, by_size: bool, half: np.dtype) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def is_rounding(eqn: JaxprEqn) -> bool:
-    """Whether it is of those that round an operand."""
-    return _ROUNDED in stack_of(eqn)
-
-
 def is_scaled_at_once(eqn: JaxprEqn) -> bool:
     """Whether it is a product that XLA scales where it makes it."""
     return _SCALED in stack_of(eqn)
 
 
-def rounded_twice(segment: Sequence[JaxprEqn]) -> set[Var]:
-    """The values that a segment rounds to float8 in two ways, by rows and by columns."""
-    ways: dict[Var, set[str]] = defaultdict(set)
-    made: set[Var] = set()
-    for eqn in segment:
-        _, named, way = stack_of(eqn).rpartition(_ROUNDED)
-        if named:
-            made.update(eqn.outvars)
-            for atom in filter(is_var, eqn.invars):
-                ways[atom].add(way)
-    return {v for v, found in ways.items() if len(found) > 1 and v not in made}
-
-
-def _named(source: Any, name: str) -> Any:
-    return source.replace(name_stack=source.name_stack.extend(name))
-
-
-def _operands(eqn: JaxprEqn) -> tuple[_Operand, _Operand]:
+def _operands(eqn: JaxprEqn) -> tuple[Operand, Operand]:
     (ac, bc), (ab, bb) = eqn.params["dimension_numbers"]
     a, b = eqn.invars
-    return _Operand(a, ac, ab), _Operand(b, bc, bb)
+    return Operand(a, ac, ab), Operand(b, bc, bb)
 
 
 def _goes_to_kernels(v: Var, uses: Mapping[Var, Sequence[JaxprEqn | None]]) -> bool:
@@ -170,30 +123,27 @@ def _goes_to_kernels(v: Var, uses: Mapping[Var, Sequence[JaxprEqn | None]]) -> b
 
 
 def _written(
-    eqn: JaxprEqn, copies: Mapping[Var, list[_Copy]], half: np.dtype, is_apart: bool
+    eqn: JaxprEqn, copies: Mapping[Var, list[Copy]], half: np.dtype, is_apart: bool
 ) -> Iterator[JaxprEqn]:
     sides, source, [result] = _operands(eqn), eqn.source_info, eqn.outvars
-    found = [_along(side, copies, side.kept) for side in sides]
-    folded: list[_Copy | None] = [None, None]
+    found = [along(side, copies, side.kept) for side in sides]
+    folding: list[Copy | None] = [None, None]
     if not any(found):
-        folded = [_along(side, copies, side.contracted) for side in sides]
-        folded[1] = None if folded[0] else folded[1]
-    taken = [
-        copy or fold or _copy_of(s) for s, copy, fold in zip(sides, found, folded, strict=True)
-    ]
-    for side, other, copy, factor in zip(sides, sides[::-1], taken, folded[::-1], strict=True):
-        if copy not in (*found, *folded):
-            operands = [side.atom, *([factor.scale] if factor else ())]
-            function = _scaled(side, other)
-            way = _ROUNDED + "_".join(map(str, side.contracted))
-            yield from equations_of(function, operands, [*copy[:2]], _named(source, way))
-            if not factor and is_var(side.atom):
-                copies[side.atom].append(copy)
-    left = [i for i in (0, 1) if not folded[i]]
+        folding = [along(side, copies, side.contracted) for side in sides]
+        folding[1] = None if folding[0] else folding[1]
+    taken: list[Copy] = []
+    for i, copy in enumerate(folding if any(folding) else found):
+        if copy is None:
+            side, factor = sides[i], folding[1 - i]
+            given = (sides[1 - i], factor) if factor else None
+            copy, eqns = rounded(side, side.contracted, copies, source, given)
+            yield from eqns
+        taken.append(copy)
+    left = [i for i in (0, 1) if not folding[i]]
     values, scales = [c.value for c in taken], [taken[i].scale for i in left]
     if is_apart and all(map(_is_matrix, sides)):
         function = _scaled_matrix(eqn, left)
-        for e in equations_of(function, [*values, *scales], [result], _named(source, _SCALED)):
+        for e in equations_of(function, [*values, *scales], [result], named(source, _SCALED)):
             yield marked(e, half) if e.primitive.name == eqn.primitive.name else e
         return
     raw = Var(result.aval.update(dtype=jnp.float32, weak_type=False))
@@ -202,13 +152,13 @@ def _written(
 
     def unscaled(raw: Any, *scales: Any) -> Any:
         for i, scale in zip(left, scales, strict=True):
-            raw = raw * _thin(scale, sides, i)
+            raw = raw * thin(scale, sides, i)
         return cast(raw, result.aval.dtype)
 
     yield from equations_of(unscaled, [raw, *scales], [result], source)
 
 
-def _is_matrix(side: _Operand) -> bool:
+def _is_matrix(side: Operand) -> bool:
     """Whether the axes that are contracted are one of two."""
     axes, last = list(side.contracted), len(shape_of(side.atom)) - 1
     is_block = axes == list(range(axes[0], axes[-1] + 1))
@@ -223,7 +173,7 @@ def _scaled_matrix(eqn: JaxprEqn, left: Sequence[int]) -> Callable[..., Any]:
     sides, [result] = _operands(eqn), eqn.outvars
     contracted = [0 if 0 in side.contracted else 1 for side in sides]
 
-    def matrix(x: Any, side: _Operand, axis: int) -> Any:
+    def matrix(x: Any, side: Operand, axis: int) -> Any:
         depth = math.prod(x.shape[i] for i in side.contracted)
         return x.reshape((depth, -1) if axis == 0 else (-1, depth))
 
@@ -240,55 +190,3 @@ def _scaled_matrix(eqn: JaxprEqn, left: Sequence[int]) -> Callable[..., Any]:
         return cast(product.reshape(result.aval.shape), result.aval.dtype)
 
     return scaled
-
-
-def _copy_of(side: _Operand) -> _Copy:
-    """Variables for an operand in float8 and its scale."""
-    aval = side.atom.aval
-    thin = tuple(1 if i in side.contracted else n for i, n in enumerate(aval.shape))
-    value = aval.update(dtype=FLOAT8, weak_type=False)
-    scale = aval.update(shape=thin, dtype=jnp.float32, weak_type=False)
-    return _Copy(Var(value), Var(scale), frozenset(side.contracted))
-
-
-def _along(side: _Operand, copies: Mapping[Var, list[_Copy]], axes: Sequence[int]) -> _Copy | None:
-    """A copy of the operand whose scale lies along these axes, and along those of the batch."""
-    if not is_var(side.atom):
-        return None
-    others = set(range(len(shape_of(side.atom)))).difference(axes, side.batch)
-    return next((c for c in copies.get(side.atom, ()) if others <= c.reduced), None)
-
-
-def _scaled(side: _Operand, other: _Operand) -> Callable[..., Any]:
-    """The function that rounds an operand, of it and of the other's scale that goes into it."""
-
-    def scaled(x: Any, *factor: Any) -> Any:
-        x = x.astype(jnp.float32)
-        for scale in factor:
-            x = x * _across(scale, other, side)
-        largest = jnp.max(jnp.abs(x), axis=tuple(side.contracted), keepdims=True)
-        scale = jnp.maximum(largest, _LEAST) / _LARGEST
-        return (x * (1 / scale)).astype(FLOAT8), scale
-
-    return scaled
-
-
-def _across(scale: Any, other: _Operand, side: _Operand) -> Any:
-    """A scale along the axes that the other operand shares, along those of this one."""
-    axes = dict(
-        zip((*side.contracted, *side.batch), (*other.contracted, *other.batch), strict=True)
-    )
-    scale = lax.squeeze(scale, other.kept)
-    left = sorted(axes.values())
-    ordered = lax.transpose(scale, [left.index(axes[i]) for i in sorted(axes)])
-    return lax.expand_dims(ordered, side.kept)
-
-
-def _thin(scale: Any, sides: Sequence[_Operand], place: int) -> Any:
-    """An operand's scale along the axes of the result: of the batch, the first, the second."""
-    side, other = sides[place], sides[1 - place]
-    left = [i for i in range(len(shape_of(side.atom))) if i not in side.contracted]
-    scale = lax.squeeze(scale, side.contracted)
-    scale = lax.transpose(scale, [left.index(i) for i in (*side.batch, *side.kept)])
-    start = len(side.batch) + (len(side.kept) if place == 0 else 0)
-    return lax.expand_dims(scale, range(start, start + len(other.kept)))

@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting import _kernels as kernels
-from jmp_kit.casting._float8 import is_rounding
+from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Form, Piece, Stored
 from jmp_kit.casting._worth import is_costly

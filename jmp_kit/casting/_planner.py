@@ -13,9 +13,10 @@ from jmp_kit.casting import _loops as loops
 from jmp_kit.casting import _plan
 from jmp_kit.casting._accumulated import is_accumulated
 from jmp_kit.casting._biases import bias_of
-from jmp_kit.casting._float8 import in_float8, is_scaled_at_once, rounded_twice
+from jmp_kit.casting._float8 import in_float8, is_scaled_at_once
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._joined import added, joined
+from jmp_kit.casting._operands import rounded_twice
 from jmp_kit.casting._parts import acts, is_barrier, parts_of, split_at, sunk
 from jmp_kit.casting._passes import passes
 from jmp_kit.casting._plan import (

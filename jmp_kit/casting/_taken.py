@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._again import Value
-from jmp_kit.casting._float8 import is_rounding
+from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._worth import is_kept, normed, reduces
 from jmp_kit.programs._flow import Flow

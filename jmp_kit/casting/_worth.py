@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.casting._float8 import is_rounding
+from jmp_kit.casting._operands import is_rounding
 from jmp_kit.programs._flow import KERNELS, Flow
 from jmp_kit.programs._jaxpr import is_along_rows, is_var, names_within, shape_of, size_of
 
