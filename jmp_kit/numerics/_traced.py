@@ -97,5 +97,8 @@ def _flops(eqn: Any) -> int:
     if eqn.primitive.name == "conv_general_dilated":
         features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2 * size * math.prod(rhs) // features
-    ((contracting, _), _) = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    ((contracting, _), _) = numbers.dot_dimension_numbers
+    if not set(contracting).isdisjoint(numbers.lhs_ragged_dimensions):
+        size //= eqn.invars[2].aval.shape[-1]  # each row is summed in one group
     return 2 * size * math.prod(lhs[i] for i in contracting)

@@ -89,6 +89,8 @@ def test_flops_of_products():
 
     (product,) = audit(ragged, X, jnp.ones((2, 8, 5))).products
     assert product.flops == 2 * 4 * 8 * 5
+    found = audit(jax.grad(lambda x, w: jnp.sum(ragged(x, w)), (0, 1)), X, jnp.ones((2, 8, 5)))
+    assert [p.flops for p in found.products] == [2 * 4 * 8 * 5] * 2
 
 
 def test_what_a_loop_repeats_counts_as_often():
