@@ -20,7 +20,7 @@ Here a function is traced (`_casting`), planned (`_planner`; `_plan` is the data
 is updated, `_parts` splits, `_taken` reads what a backward pass takes, `_again` decides what of it
 is kept and what computed again, for which `_inline`, `_float8`, `_scans`, `_turned`, `_undone`,
 `_sums` and `_repeat` rewrite the program; `_accumulated` tells which gradients a loop adds up;
-`_operands` belongs to `_float8`; `_joined`, `_passes` and `_kernels` make of a segment
+`_ragged` and `_operands` belong to `_float8`; `_joined`, `_passes` and `_kernels` make of a segment
 what XLA makes kernels of; `_loops` decides of carries, and `_biases` of gradients by biases where
 JAX makes the backward pass. `_calls` and `_custom_derivatives` rebuild calls, loops, branches and
 rules around what is inside them; rules that can be called only while JAX differentiates are

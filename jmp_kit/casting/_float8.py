@@ -6,7 +6,8 @@
 Scales are of what the values are now: there is no state. A backward product contracts other axes
 than the forward product did, so a scale of the forward pass may lie along what is contracted. Then
 it is multiplied into the other operand before that is rounded, and the copy of the forward pass
-serves again: weights and activations are rounded once, and kept in one byte a value.
+serves again: weights and activations are rounded once, and kept in one byte a value. Products of
+rows in groups are `_ragged`'s.
 
 Source: torchao's rowwise recipe, https://github.com/pytorch/ao/tree/main/torchao/float8
 """
@@ -22,6 +23,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit._dtypes import FLOAT8
+from jmp_kit.casting import _ragged as ragged
 from jmp_kit.casting._operands import Copy, Operand, along, named, rounded, thin
 from jmp_kit.programs._flow import KERNELS, Flow
 from jmp_kit.programs._jaxpr import cast, equations_of, shape_of, uses_of
@@ -50,20 +52,22 @@ def why_half(eqn: JaxprEqn, by_size: bool) -> str:
         return "a rule says so"
     if dtype is None and not by_size:
         return "policy"
-    if eqn.primitive.name != "dot_general":
+    if eqn.primitive.name not in ("dot_general", ragged.NAME):
         return f"{eqn.primitive.name} is not written in float8"
-    dtypes = [a.aval.dtype for a in eqn.invars]
+    dtypes = [a.aval.dtype for a in eqn.invars[:2]]
     if not all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
         return f"operands are {' and '.join(map(str, dtypes))}"
     if any(n == 0 for a in eqn.invars for n in shape_of(a)):
         return "it is empty"
-    if dtype == FLOAT8:
-        return ""
+    why = ragged.why_half(eqn) if eqn.primitive.name == ragged.NAME else ""
+    if why or dtype == FLOAT8:
+        return why
     return _too_small(eqn) if np.float32 in dtypes else f"written in {dtypes[0]}"
 
 
 def _too_small(eqn: JaxprEqn) -> str:
-    a, b = _operands(eqn)
+    is_ragged = eqn.primitive.name == ragged.NAME
+    a, b = ragged.operands_of(eqn) if is_ragged else _operands(eqn)
     sizes = {
         "M": math.prod(shape_of(a.atom)[i] for i in a.kept),
         "N": math.prod(shape_of(b.atom)[i] for i in b.kept),
@@ -75,6 +79,8 @@ def _too_small(eqn: JaxprEqn) -> str:
     for name, size in sizes.items():
         if size < SMALLEST_SIDE or size % _MULTIPLE:
             return f"{name} is {size}"
+    if is_ragged and (share := ragged.share_of(eqn)) < SMALLEST_SIDE:
+        return f"a group has {share} rows"
     batch = math.prod(shape_of(a.atom)[i] for i in a.batch)
     total = batch * math.prod(sizes.values())
     return f"{total:.1e} multiplications" if total < SMALLEST_PRODUCT else ""
@@ -91,11 +97,13 @@ def in_float8(jaxpr: Jaxpr, flow: Flow, by_size: bool, half: np.dtype) -> Jaxpr:
     uses = uses_of(jaxpr)
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        if flow.is_product(eqn) and not why_half(eqn, by_size):
+        if not flow.is_product(eqn) or why_half(eqn, by_size):
+            eqns.append(eqn)
+        elif eqn.primitive.name == ragged.NAME:
+            eqns += ragged.written(eqn, copies, half)
+        else:
             is_apart = _goes_to_kernels(eqn.outvars[0], uses)
             eqns += _written(eqn, copies, half, is_apart)
-        else:
-            eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
 
 

@@ -33,6 +33,9 @@ from jmp_kit.programs import (
     with_subjaxprs,
 )
 
+# What `casting` writes in float8.
+_WRITTEN = ("dot_general", "ragged_dot_general")
+
 
 @dataclasses.dataclass(frozen=True)
 class ProductError:
@@ -101,7 +104,7 @@ def float8_errors(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Float8E
       (4, True, {})
     """
     found = audit_traced(fun, *args, **kwargs).products
-    products = [p for p in found if p.primitive == "dot_general" and not p.is_kernel]
+    products = [p for p in found if p.primitive in _WRITTEN and not p.is_kernel]
     jaxpr, consts, arrays, _ = program_of(fun, *args, **kwargs)
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         raise ValueError(
@@ -143,7 +146,7 @@ def _watched(jaxpr: Jaxpr, places: Iterator[int], record: Callable[..., None]) -
     """The program, which tells of each product what float8 would have made of it."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
+        if eqn.primitive.name in _WRITTEN:
             function = _measuring(eqn, next(places), record)
             eqns += equations_of(function, eqn.invars, eqn.outvars, eqn.source_info)
             continue
@@ -158,18 +161,20 @@ def _watched(jaxpr: Jaxpr, places: Iterator[int], record: Callable[..., None]) -
 def _measuring(eqn: JaxprEqn, place: int, record: Callable[..., None]) -> Callable[..., Any]:
     def product(dtype: Any, *operands: Any) -> Any:
         params = {**eqn.params, "preferred_element_type": None, "precision": lax.Precision.HIGHEST}
-        given = (x.astype(dtype) for x in operands)
-        return eqn.primitive.bind(*given, **params).astype(jnp.float32)
+        given = (x.astype(dtype) for x in operands[:2])
+        return eqn.primitive.bind(*given, *operands[2:], **params).astype(jnp.float32)
 
     def measured(*operands: Any) -> Any:
         made = eqn.primitive.bind(*operands, **eqn.params)
-        if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in operands):
+        given, sizes = operands[:2], operands[2:]
+        if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in given):
             return [made]
         exact, half = product(jnp.float32, *operands), product(jnp.bfloat16, *operands)
-        eight, *rounded = _in_float8(functools.partial(product, jnp.float32), operands)
+        found = _in_float8(functools.partial(product, jnp.float32), given, sizes)
+        eight, *rounded = found or [half, *given]  # as it would be
         squares = [jnp.sum(x**2) for x in (exact, eight - exact, half - exact)]
-        lost = [jnp.sum((q == 0) & (x != 0)) for q, x in zip(rounded, operands, strict=True)]
-        nonzero = [jnp.sum(x != 0) for x in operands]
+        lost = [jnp.sum((q == 0) & (x != 0)) for q, x in zip(rounded, given, strict=True)]
+        nonzero = [jnp.sum(x != 0) for x in given]
         counts = [sum(n.astype(jnp.float32) for n in several) for several in (lost, nonzero)]
         jax.debug.callback(record, place, jnp.stack([*squares, *counts]))
         return [made]
@@ -177,15 +182,19 @@ def _measuring(eqn: JaxprEqn, place: int, record: Callable[..., None]) -> Callab
     return measured
 
 
-def _in_float8(product: Callable[..., Any], operands: Sequence[Any]) -> list[Any]:
-    """A product in float8, and its operands."""
-    wide = [x.astype(jnp.float32) for x in operands]
+def _in_float8(
+    product: Callable[..., Any], operands: Sequence[Any], sizes: Sequence[Any]
+) -> list[Any]:
+    """A product in float8, and its operands; nothing if it is none that is written in float8."""
+    wide = [*(x.astype(jnp.float32) for x in operands), *sizes]
     jaxpr, _ = opened(jax.make_jaxpr(product)(*wide))
-    eqns = [marked(e, FLOAT8) if e.primitive.name == "dot_general" else e for e in jaxpr.eqns]
+    eqns = [marked(e, FLOAT8) if e.primitive.name in _WRITTEN else e for e in jaxpr.eqns]
     half = np.dtype(jnp.bfloat16)
     written = in_float8(jaxpr.replace(eqns=eqns), Flow(PRODUCTS), True, half)
     made = (v for e in written.eqns for v in e.outvars)
     rounded = [v for v in made if v.aval.dtype == FLOAT8]
+    if not rounded:
+        return []
     # The same array twice is rounded once, if by the same axes.
     rounded = rounded if len(rounded) == len(operands) else rounded * len(operands)
     outvars = [*written.outvars, *rounded]
