@@ -88,3 +88,8 @@ def test_it_needs_numbers():
         jax.jit(lambda x: numerics.float8_errors(loss_fn, PARAMS, x).rows[0].error)(X)
     assert numerics.float8_errors(lambda x: jnp.sum(x), X).rows == ()
     assert numerics.float8_errors(lambda i: i @ i.T, jnp.ones((2, 2), jnp.int32)).rows[0].error == 0
+
+
+def test_a_product_that_is_empty():
+    [row] = numerics.float8_errors(jnp.matmul, jnp.ones((0, 4)), jnp.ones((4, 3))).rows
+    assert (row.shape, row.error, row.flushed) == ((0, 3), 0.0, 0.0)
