@@ -242,7 +242,7 @@ def test_the_second_derivative_is_there():
 def test_no_way_computes_the_forward_pass_twice():
     compiled = [jax.jit(way(loss_fn)).lower(PARAMS, X).compile() for way in WAYS.values()]
     operations = [c.cost_analysis()["flops"] for c in compiled]
-    np.testing.assert_allclose(operations, operations[0], rtol=1e-3)
+    np.testing.assert_allclose(operations, operations[0], rtol=0.01)
     kept = [c.memory_analysis().temp_size_in_bytes for c in compiled]
     assert max(kept) <= 1.01 * min(kept)
 
