@@ -146,11 +146,11 @@ def step_times(seconds: Sequence[float]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def told(row: dict[str, Any]) -> Iterator[None]:
-    """What the device or a peer refuses becomes part of the result."""
+    """What the device or a peer refuses becomes part of the result, and the other rows are kept."""
     try:
         yield
-    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        row["failed"] = str(error).strip().split("\n")[0][:200]
+    except Exception as error:  # whatever it is, hours of other rows are not lost for it
+        row["failed"] = f"{type(error).__name__}: {error}".strip().split("\n")[0][:200]
 
 
 def timed(function: Callable[..., Any], *args: Any, repeats: int = 20) -> float:

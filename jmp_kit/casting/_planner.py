@@ -136,10 +136,9 @@ class Planner:
             elif not self.flow.is_product(part[0]) and self.flow.holds_product(part[0]):
                 steps.append(self._call(program, part[0], stepping))
             else:
-                fixed = [e for e in part if not self._moves(program, e)]
+                fixed, moving = self._apart(program, part)
                 steps.append(Fixed(Piece(fixed, program.leaving(fixed))))
                 there.update(v for e in fixed for v in e.outvars)
-                moving = [e for e in part if self._moves(program, e)]
                 steps += self._parts(program, moving, there)
             there.update(v for e in part for v in e.outvars)
         return Plan(jaxpr, steps)
@@ -191,8 +190,21 @@ class Planner:
             self.price is not None and _is_gradient(jaxpr),
         )
 
-    def _moves(self, program: Program, eqn: JaxprEqn) -> bool:
-        return any(map(program.depends, eqn.invars)) or self.flow.is_product(eqn)
+    def _apart(
+        self, program: Program, part: Sequence[JaxprEqn]
+    ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+        """What depends on no product, and the rest: also what a barrier holds back with that."""
+        fixed: list[JaxprEqn] = []
+        moving: list[JaxprEqn] = []
+        made: set[Var] = set()
+        for eqn in part:
+            held = not made.isdisjoint(filter(is_var, eqn.invars))
+            if held or any(map(program.depends, eqn.invars)) or self.flow.is_product(eqn):
+                moving.append(eqn)
+                made.update(eqn.outvars)
+            else:
+                fixed.append(eqn)
+        return fixed, moving
 
     def _parts(
         self, program: Program, moving: Sequence[JaxprEqn], there: set[Var]
