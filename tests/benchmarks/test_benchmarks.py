@@ -18,7 +18,7 @@ from benchmarks.compiled import product_dtypes, program_bytes
 from benchmarks.deviceless import H200
 from benchmarks.measuring import Contender, measure
 from benchmarks.programs import KERNELS
-from benchmarks.zoo import ZOO
+from benchmarks.zoo import WIDE, ZOO
 from tests.compiling import quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -188,7 +188,7 @@ def test_what_a_contender_refuses_is_told_and_the_others_go_on():
         Contender("runs", lambda state, x: (state + x.sum(), state), lambda: jnp.zeros(())),
     ]
     rows = measure(contenders, [(jnp.ones(3),), (jnp.zeros(3),)], steps=3, title="two")
-    assert rows[0] == {"contender": "refuses", "failed": "no such kernel here"}
+    assert rows[0] == {"contender": "refuses", "failed": "NotImplementedError: no such kernel here"}
     assert rows[1]["losses"][:4] == [0, 3, 3, 6]
     table = results.cells(rows[0], gpt.COLUMNS)
     assert table == ["refuses", "not measured: no such kernel here"]
@@ -302,6 +302,15 @@ def test_the_readme_tells_the_best_and_the_worst_model(programs):
     ):
         ratios = [row[key] for row in rows]
         assert sentence.format(f"{min(ratios):.2f}", f"{max(ratios):.2f}") in said
+    assert sum(row["bytes_moved_ratio"] <= 1 for row in rows) >= 9
+
+
+def test_float8_takes_as_long_as_its_page_says(programs):
+    ours = "jmp_kit, float8, one line"
+    for kernels, most in (("XLA's own kernels", 0.7), ("the libraries' kernels", 0.75)):
+        for model in WIDE:
+            row = programs[f"float8, {kernels}", model, ours]
+            assert row["estimated_ms_ratio"] <= most
 
 
 def test_the_zoo_is_compiled_in_three_ways_with_both_kinds_of_kernels(programs):
