@@ -179,19 +179,21 @@ def test_the_operations_of_a_gpt():
     assert program.cost_analysis()["flops"] == pytest.approx(whole, rel=0.05)
 
 
-def test_what_a_contender_refuses_is_told_and_the_others_go_on():
+@pytest.mark.parametrize("error", [NotImplementedError, ArithmeticError])
+def test_what_a_contender_refuses_is_told_and_the_others_go_on(error):
     def refused(state, x):
-        raise NotImplementedError("no such kernel here\nwith details")
+        raise error("no such kernel here\nwith details")
 
     contenders = [
         Contender("refuses", refused, lambda: jnp.zeros(())),
         Contender("runs", lambda state, x: (state + x.sum(), state), lambda: jnp.zeros(())),
     ]
     rows = measure(contenders, [(jnp.ones(3),), (jnp.zeros(3),)], steps=3, title="two")
-    assert rows[0] == {"contender": "refuses", "failed": "NotImplementedError: no such kernel here"}
+    told = f"{error.__name__}: no such kernel here"
+    assert rows[0] == {"contender": "refuses", "failed": told}
     assert rows[1]["losses"][:4] == [0, 3, 3, 6]
     table = results.cells(rows[0], gpt.COLUMNS)
-    assert table == ["refuses", "not measured: no such kernel here"]
+    assert table == ["refuses", f"not measured: {told}"]
 
 
 def test_contenders_take_turns():
