@@ -107,8 +107,10 @@ def differentiated_first(
 
 
 def _with_gradients(fun: Function, arrays: int, perturbed: Sequence[int], *args: Any) -> list[Any]:
-    """The results of the first of these arguments, and of the others, which are cotangents of
-    results, the gradients by the perturbed ones.
+    """The function's results, and its gradients by the perturbed arrays.
+
+    Args:
+      arrays: how many of the arguments it takes; the others are cotangents.
     """
     values, received = args[:arrays], iter(args[arrays:])
 
