@@ -24,6 +24,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit._dtypes import FLOAT8
 from jmp_kit.casting import _ragged as ragged
+from jmp_kit.casting._joined import MOVES
 from jmp_kit.casting._operands import Copy, Operand, along, named, rounded, thin
 from jmp_kit.programs._flow import KERNELS, Flow
 from jmp_kit.programs._jaxpr import cast, equations_of, shape_of, uses_of
@@ -36,9 +37,6 @@ SMALLEST_SIDE, SMALLEST_PRODUCT = 1024, 2**36
 _MULTIPLE = 16
 
 _SCALED = f"{OURS}scaled_at_once"
-
-# What computes nothing.
-_MOVES = {"reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "split"}
 
 
 def why_half(eqn: JaxprEqn, by_size: bool) -> str:
@@ -124,7 +122,7 @@ def _goes_to_kernels(v: Var, uses: Mapping[Var, Sequence[JaxprEqn | None]]) -> b
         use is not None
         and (
             use.primitive.name.startswith(KERNELS)
-            or (use.primitive.name in _MOVES and _goes_to_kernels(use.outvars[0], uses))
+            or (use.primitive.name in MOVES and _goes_to_kernels(use.outvars[0], uses))
         )
         for use in uses.get(v, [None])
     )
@@ -149,7 +147,8 @@ def _written(
         taken.append(copy)
     left = [i for i in (0, 1) if not folding[i]]
     values, scales = [c.value for c in taken], [taken[i].scale for i in left]
-    if is_apart and all(map(_is_matrix, sides)):
+    is_free = eqn.params.get("out_sharding") is None
+    if is_apart and is_free and all(map(_is_matrix, sides)):
         function = _scaled_matrix(eqn, left)
         for e in equations_of(function, [*values, *scales], [result], named(source, _SCALED)):
             yield marked(e, half) if e.primitive.name == eqn.primitive.name else e
@@ -168,9 +167,9 @@ def _written(
 
 def _is_matrix(side: Operand) -> bool:
     """Whether the axes that are contracted are one of two."""
-    axes, last = list(side.contracted), len(shape_of(side.atom)) - 1
-    is_block = axes == list(range(axes[0], axes[-1] + 1))
-    return not side.batch and is_block and (axes[0] == 0 or axes[-1] == last)
+    axes, n = list(side.contracted), len(shape_of(side.atom))
+    first, last = list(range(len(axes))), list(range(n - len(axes), n))
+    return bool(axes) and not side.batch and axes in (first, last)
 
 
 def _scaled_matrix(eqn: JaxprEqn, left: Sequence[int]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ _JOINS = SUMS | {"select_n"}
 # What a value goes through as it is.
 MOVES = {"reshape", "transpose", "neg", "convert_element_type", "squeeze"}
 # What XLA adds in the kernel of a product, and what may be between.
-_ADDS, _MOVES = SUMS - {"sub"}, {"reshape", "squeeze", "expand_dims"}
+_ADDS, _MOVES = SUMS - {"sub"}, {"reshape", "squeeze"}
 
 
 def joined(

@@ -71,15 +71,20 @@ def operands_of(fun, *args):
 EIGHT, HALF = 2 * ("float8_e4m3fn",), 2 * ("bfloat16",)
 
 
+def gradients(fun, full, params):
+    """Of products in float8 alone; and those of the function in full precision."""
+    assert operands_of(fun, params, X) == {EIGHT}
+    loss, grads = jax.jit(fun)(params, X)
+    wanted_loss, wanted = jax.value_and_grad(full)(params, X)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, wanted_loss, rtol=0.01)
+    return grads, wanted
+
+
 @ways
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
 def test_every_product_takes_float8_and_the_gradient_is_near(way, around):
-    fun = way(around(loss_fn))
-    assert operands_of(fun, PARAMS, X) == {EIGHT}
-    loss, grads = jax.jit(fun)(PARAMS, X)
-    full, wanted = jax.value_and_grad(loss_fn)(PARAMS, X)
-    assert loss.dtype == jnp.float32
-    np.testing.assert_allclose(loss, full, rtol=0.01)
+    grads, wanted = gradients(way(around(loss_fn)), loss_fn, PARAMS)
     assert distance(grads, wanted) < 0.085
     assert jax.tree.map(lambda g: g.dtype, grads) == jax.tree.map(lambda p: p.dtype, PARAMS)
 
@@ -237,6 +242,11 @@ def test_the_second_derivative_is_there():
         jax.grad(squared_gradient(fun))(PARAMS, X) for fun in (in_float8(loss_fn), loss_fn)
     )
     assert distance(found, wanted) < 0.15
+
+
+def test_a_product_that_contracts_nothing_goes_to_a_kernel():
+    fun = in_float8(lambda a, b: kernel_of_half(jnp.einsum("i,j->ij", a, b)))
+    np.testing.assert_allclose(fun(jnp.ones(3), jnp.ones(4)), jnp.ones((3, 4)))
 
 
 def test_no_way_computes_the_forward_pass_twice():
