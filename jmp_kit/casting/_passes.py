@@ -110,6 +110,7 @@ class _Segment:
         atoms = (a for e in segment for a in (*e.invars, *e.outvars))
         self.largest = max((n for n in map(size_of, atoms) if isinstance(n, int)), default=0)
         self.rounded = {v for v, s in stored.items() if s.form and v in self.maker}
+        self.summed = {v for v in self.rounded if stored[v].form is Form.FUSED}
         sums = [v for v in self.rounded if stored[v].form is Form.ADDED]
         self.added, _ = traced_back(sums, self.maker)  # by the places of equations
         self.depends = depends
@@ -212,6 +213,9 @@ class _Segment:
             is_apart &= not is_along_rows(eqn) or is_rounding(eqn)
             is_apart &= self._is_worth_it(cone, eqn.invars[0])
             return Pass(level, key, frozenset(sources), is_apart=is_apart)
+        costly = (size_of(v) for e in cone.eqns if is_costly(e) for v in e.outvars)
+        if root in self.summed and max(costly, default=0) >= size_of(root):
+            return Pass(level, (root,), is_apart=True)
         is_whole = not self._is_fused(eqn) and eqn.primitive.name not in _REDUCES
         return Pass(level, (id(eqn),) if is_whole else ())
 

@@ -39,7 +39,6 @@ from jmp_kit.casting._turned import turned
 from jmp_kit.casting._undone import undone
 from jmp_kit.casting._worth import (
     costly,
-    is_costly,
     is_kept,
     is_linear,
     normed,
@@ -53,7 +52,6 @@ from jmp_kit.programs._jaxpr import (
     is_float32,
     is_small,
     is_var,
-    size_of,
     uses_of,
 )
 from jmp_kit.programs._marks import (
@@ -294,10 +292,6 @@ class Planner:
         self, program: Program, segment: Sequence[JaxprEqn], made: Sequence[Var]
     ) -> dict[Var, Stored]:
         """What of a segment's results is stored in half, or is not though it goes to products."""
-        # XLA fuses a sum with what it is a sum of, unless it had to compute something costly twice.
-        largest_costly = max(
-            (size_of(v) for e in segment if is_costly(e) for v in e.outvars), default=0
-        )
         made_of_rows = normed(segment)
         sums = added(segment, program.products) if program.is_gradient else set()
         found = {v for v in made if v in program.depending and v in program.reaching}
@@ -311,8 +305,8 @@ class Planner:
                 is_state = program.origins.get(v, 0) & STATE
                 why = _plan.UPDATED if is_state else _plan.LEADS
                 return Stored(eqn, self.calls, v, np.dtype(np.float32), why)
-            is_apart = size_of(v) <= largest_costly or v not in program.summed or v in made_of_rows
-            # Nor does it fuse a sum of the backward pass with what the forward pass made.
+            is_apart = v not in program.summed or v in made_of_rows
+            # XLA fuses no sum of the backward pass with what the forward pass made.
             is_late = [use is None or is_backward(stack_of(use)) for use in program.uses[v]]
             is_apart |= not is_backward(stack_of(eqn)) and any(is_late)
             form = Form.ADDED if v in sums else Form.APART if is_apart else Form.FUSED
