@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import jax
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
@@ -19,6 +19,7 @@ from jmp_kit.programs._jaxpr import (
     is_float32,
     is_small,
     is_var,
+    is_zero,
     opened,
     subjaxprs,
     taking,
@@ -68,12 +69,8 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
     return jaxpr.replace(eqns=eqns), results
 
 
-def _is_zero(atom: Atom) -> bool:
-    return isinstance(atom, Literal) and bool(atom.val == 0)
-
-
 def _is_mask(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "gt" and is_var(eqn.invars[0]) and _is_zero(eqn.invars[1])
+    return eqn.primitive.name == "gt" and is_var(eqn.invars[0]) and is_zero(eqn.invars[1])
 
 
 def _is_positive_part(eqn: JaxprEqn) -> bool:
@@ -85,4 +82,4 @@ def _is_positive_part(eqn: JaxprEqn) -> bool:
             return False
         [inner] = body.eqns
     is_of_one = [is_var(a) for a in eqn.invars] == [True, False][: len(eqn.invars)]
-    return inner.primitive.name == "max" and is_of_one and _is_zero(inner.invars[1])
+    return inner.primitive.name == "max" and is_of_one and is_zero(inner.invars[1])

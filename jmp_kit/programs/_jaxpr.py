@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.interpreters import partial_eval
@@ -25,6 +26,11 @@ _SMALL = 8
 def is_var(atom: Atom) -> bool:
     """Whether it is a variable: literals are written into the equation."""
     return not isinstance(atom, Literal)
+
+
+def is_zero(atom: Atom) -> bool:
+    """Whether it is the number 0, or many of it, written into the equation."""
+    return isinstance(atom, Literal) and bool(np.all(atom.val == 0))
 
 
 def is_float32(atom: Atom) -> bool:
