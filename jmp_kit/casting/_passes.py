@@ -209,7 +209,7 @@ class _Segment:
         if eqn.primitive.name in _REDUCES and self._is_big(eqn.invars[0]):
             sources = self._fresh(cone)
             key = eqn.primitive.name, shape_of(eqn.invars[0]), tuple(eqn.params["axes"])
-            is_apart = len(sources) > 1 or any(map(is_costly, cone.eqns))
+            is_apart = len(sources) > 1 or any(map(is_costly, cone.eqns)) or self._is_combined(cone)
             is_apart &= not is_along_rows(eqn) or is_rounding(eqn)
             is_apart &= self._is_worth_it(cone, eqn.invars[0])
             return Pass(level, key, frozenset(sources), is_apart=is_apart)
@@ -218,6 +218,11 @@ class _Segment:
             return Pass(level, (root,), is_apart=True)
         is_whole = not self._is_fused(eqn) and eqn.primitive.name not in _REDUCES
         return Pass(level, (id(eqn),) if is_whole else ())
+
+    def _is_combined(self, cone: Cone) -> bool:
+        """Whether something small is combined with all of it, a bias say."""
+        eqns = [e for e in cone.eqns if e.outvars and self._is_big(e.outvars[0])]
+        return any(is_var(a) and not self._is_big(a) for e in eqns for a in e.invars)
 
     def _is_worth_it(self, cone: Cone, whole: Atom) -> bool:
         """Whether to read all that it is made of once more is less than a float32 copy of it.

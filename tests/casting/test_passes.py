@@ -24,12 +24,16 @@ def layer_norm(x):
     return (x - mean) * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) - mean**2 + 1e-6)
 
 
-def group_norm(x):
+def in_groups(x):
     y = x.reshape(*x.shape[:-1], 8, -1)
     axes = (*range(1, x.ndim - 1), x.ndim)
     mean = jnp.mean(y, axes, keepdims=True)
     y = (y - mean) * jax.lax.rsqrt(jnp.mean(y**2, axes, keepdims=True) - mean**2 + 1e-6)
-    return jax.nn.silu(y.reshape(x.shape))
+    return y.reshape(x.shape)
+
+
+def group_norm(x):
+    return jax.nn.silu(in_groups(x))
 
 
 def through(norm):
@@ -91,6 +95,52 @@ def test_kernels_write_fewer_float32_activations(name):
     assert wide(recompute=True) <= 0.85 * wide(recompute=False)
 
 
+def compiled(loss_fn, *shapes):
+    """What the kernels of a train step move on an H200."""
+    params, x = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=is_shape
+    )
+    step = autocast(step_of(loss_fn), "mixed_bfloat16")
+    return jmp_kit.numerics.traffic(step, params, x, target="h200")
+
+
+def is_shape(x):
+    return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+@pytest.mark.parametrize("function", [jax.nn.gelu, jnp.tanh, jax.nn.silu])
+def test_a_bias_is_summed_up_on_an_h200_where_its_cotangent_is_made(function):
+    """However dear that is to compute, and though a product takes the function's value, too."""
+
+    def loss_fn(params, x):
+        h = x @ params["in"]
+        return mean_square(function(h + params["bias"] if "bias" in params else h) @ params["out"])
+
+    weights = {"in": (256, 3072), "out": (3072, 256)}
+    with_bias, without = (
+        compiled(loss_fn, params, (16384, 256)).nbytes
+        for params in ({**weights, "bias": (3072,)}, weights)
+    )
+    assert with_bias - without <= 0.1 * 2 * 16384 * 3072
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_a_norm_of_a_sum_is_not_written_in_float32_for_an_h200():
+    """What is added to each image, as the time of a diffusion, is added in two passes."""
+
+    def loss_fn(params, x):
+        shift = params["shift"] @ params["in"]
+        return mean_square(in_groups(x @ params["in"] + shift[:, None]) @ params["out"])
+
+    params = {"in": (128, 256), "out": (256, 256), "shift": (16, 128)}
+    kernels = compiled(loss_fn, params, (16, 4096, 128)).kernels
+    wide = sum(k.wide for k in kernels if "dot" not in k.name)  # of products, parts of sums
+    assert wide <= 0.1 * 4 * 16 * 4096 * 256
+
+
 def pieces(norm, *shapes):
     """The passes of a train step, of the backward pass."""
 
@@ -111,6 +161,21 @@ def test_sums_over_the_same_values_are_one_pass():
     found = pieces(lambda x, scale, bias: layer_norm(x) * scale + bias, (64, 128, 64))
     vectors = [[v for v in piece.results if v.aval.shape == (64,)] for piece in found]
     assert max(map(len, vectors)) == 2
+
+
+def test_what_is_dear_and_summed_up_is_a_pass_of_its_own():
+    """XLA sums up where it is made, if no other result shares what is dear with it."""
+
+    def loss_fn(params, x):
+        return mean_square(jax.nn.gelu(x @ params[0] + params[1]) @ params[2])
+
+    params = jnp.eye(64), jnp.ones(64), jnp.eye(64)
+    [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", params, jnp.ones((256, 64)))
+    parts = [step for step in plan.steps if isinstance(step, Part)]
+    late = [s.var for part in parts for s in part.stored.values() if s.form is Form.FUSED]
+    made = [piece.results for part in parts for piece in part.segment]
+    assert late
+    assert all([v] in made for v in late)
 
 
 def test_no_sign_is_within_a_sum_along_rows(monkeypatch):
