@@ -36,7 +36,7 @@ from jmp_kit.casting._scaled import scaled_last
 from jmp_kit.casting._scans import repeating_scans
 from jmp_kit.casting._state import STATE, Origins, States
 from jmp_kit.casting._sums import shared
-from jmp_kit.casting._turned import turned
+from jmp_kit.casting._turned import fronted, turned
 from jmp_kit.casting._undone import undone
 from jmp_kit.casting._worth import (
     costly,
@@ -156,7 +156,7 @@ class Planner:
         if self.price is None or not _is_gradient(jaxpr):
             return jaxpr, parts_of(jaxpr.eqns, self.flow)
         jaxpr = turned(repeating_scans(inlined(jaxpr), self.flow, depends), self.flow)
-        jaxpr = scaled_last(jaxpr)
+        jaxpr = scaled_last(fronted(jaxpr, self.flow))
         jaxpr, rounded = undone(jaxpr, self.flow, lambda eqn: is_backward(stack_of(eqn)))
         jaxpr = shared(jaxpr, lambda eqn: is_backward(stack_of(eqn)))
         depending = self.flow.depending(jaxpr, depends)

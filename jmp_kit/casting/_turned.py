@@ -1,28 +1,75 @@
-"""Products whose result is transposed, turned round: `(a b)ᵀ = bᵀ aᵀ`.
+"""Products written for how matrices lie in memory.
 
-JAX's derivative by a weight is a transposed product. XLA turns it round itself, but not with a cast
-of the result before the transposition.
+A product whose result is transposed is turned round, `(a b)ᵀ = bᵀ aᵀ`: JAX's derivative by a weight
+is one. XLA turns it round itself, but not with a cast of the result before the transposition.
+
+Operands get their batch dimensions first. XLA moves them, too, but it asks whatever makes an
+operand, a norm of queries say, for the layout in which columns lie in memory, and then makes no
+kernel of its rows.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 
+import jax
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import shape_of, uses_of
+from jmp_kit.programs._jaxpr import Atom, equations_of, is_float32, is_var, shape_of, uses_of
+
+Axes = tuple[int, ...]
 
 
 def turned(jaxpr: Jaxpr, flow: Flow) -> Jaxpr:
-    """The program with products in place of transposed products."""
+    """The program with products in place of transposed ones.
+
+    What a product cannot give, if batch dimensions are no longer the first say, is left to a
+    transposition that leaves the last dimension where it is.
+    """
     uses = uses_of(jaxpr)
-    instead: dict[int, JaxprEqn | None] = {}
+    instead: dict[int, Sequence[JaxprEqn]] = {}
+    for eqn in filter(flow.is_product, jaxpr.eqns):
+        moves = list(_transpositions(eqn, uses)) if _is_free(eqn) else []
+        if moves and (found := _transposed(eqn, moves)):
+            instead |= {**dict.fromkeys(map(id, moves), ()), id(eqn): found}
+    return jaxpr.replace(eqns=[e for eqn in jaxpr.eqns for e in instead.get(id(eqn), [eqn])])
+
+
+def fronted(jaxpr: Jaxpr, flow: Flow) -> Jaxpr:
+    """The program, operands of products transposed so that batch dimensions are the first."""
+    there: dict[tuple[Var, Axes], Var] = {}
+    eqns: list[JaxprEqn] = []
+
+    def moved(atom: Atom, batch: Sequence[int], source: object) -> tuple[Atom, Axes]:
+        """The operand, and of each of its dimensions which one it was."""
+        every = tuple(range(len(shape_of(atom))))
+        order = (*batch, *(i for i in every if i not in batch))
+        if order == every or not is_var(atom) or not is_float32(atom):
+            return atom, every
+        if (atom, order) not in there:
+            there[atom, order] = _permuted(atom, order)
+            eqns.extend(_transposition(atom, order, there[atom, order], source))
+        return there[atom, order], order
+
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general" and flow.is_product(eqn):
-            moves = list(_transpositions(eqn, uses))
-            if moves and (product := _transposed(eqn, moves)):
-                instead |= {id(eqn): product, **dict.fromkeys(map(id, moves))}
-    eqns = (instead.get(id(eqn), eqn) for eqn in jaxpr.eqns)
-    return jaxpr.replace(eqns=[eqn for eqn in eqns if eqn is not None])
+        if flow.is_product(eqn) and _is_free(eqn):
+            numbers = eqn.params["dimension_numbers"]
+            pairs = zip(eqn.invars, numbers[1], strict=True)
+            operands, orders = zip(*(moved(a, b, eqn.source_info) for a, b in pairs), strict=True)
+            numbers = tuple(
+                tuple(tuple(map(o.index, axes)) for axes, o in zip(pair, orders, strict=True))
+                for pair in numbers
+            )
+            params = {**eqn.params, "dimension_numbers": numbers}
+            eqn = eqn.replace(invars=list(operands), params=params)
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns)
+
+
+def _is_free(eqn: JaxprEqn) -> bool:
+    """Whether it is a product whose result may be written as another's."""
+    return eqn.primitive.name == "dot_general" and eqn.params.get("out_sharding") is None
 
 
 def _transpositions(
@@ -35,25 +82,43 @@ def _transpositions(
         yield from _transpositions(use, uses)
 
 
-def _transposed(product: JaxprEqn, moves: Sequence[JaxprEqn]) -> JaxprEqn | None:
-    """The product that gives its transposed result; None if no product does."""
+def _transposed(product: JaxprEqn, moves: Sequence[JaxprEqn]) -> Sequence[JaxprEqn]:
+    """A product that gives its result as it is moved, or more nearly so; none if none does."""
     (contracted, _), (batch, _) = product.params["dimension_numbers"]
-    n = len(shape_of(product.outvars[0]))
-    axes = tuple(range(n))
+    [whole], [result] = product.outvars, moves[-1].outvars
+    every = axes = tuple(range(len(shape_of(whole))))
     for move in moves:
         axes = tuple(axes[i] for i in move.params["permutation"])
+    if axes == every:
+        return [product.replace(outvars=[result])]
     first = len(batch)
     middle = first + len(shape_of(product.invars[0])) - len(contracted) - len(batch)
-    if axes == tuple(range(n)):
-        return product.replace(outvars=moves[-1].outvars)
-    is_turned = axes == (*range(first), *range(middle, n), *range(first, middle))
-    is_free = product.params.get("out_sharding") is None
-    return _turned(product, moves[-1]) if is_turned and is_free else None
+    order = (*every[:first], *every[middle:], *every[first:middle])
+    left = tuple(map(order.index, axes))
+    if left == every:
+        return [_turned(product, result)]
+    if left[-1] != every[-1] or axes[-1] == every[-1]:
+        return []
+    other = _permuted(whole, order)
+    return [
+        _turned(product, other),
+        *_transposition(other, left, result, moves[-1].source_info),
+    ]
 
 
-def _turned(product: JaxprEqn, use: JaxprEqn) -> JaxprEqn:
+def _turned(product: JaxprEqn, result: Var) -> JaxprEqn:
     (a, b), (batch_a, batch_b) = product.params["dimension_numbers"]
     params = {**product.params, "dimension_numbers": ((b, a), (batch_b, batch_a))}
     if isinstance(params.get("precision"), tuple):
         params["precision"] = params["precision"][::-1]
-    return product.replace(invars=product.invars[::-1], outvars=use.outvars, params=params)
+    return product.replace(invars=product.invars[::-1], outvars=[result], params=params)
+
+
+def _permuted(v: Var, order: Axes) -> Var:
+    shape = [shape_of(v)[i] for i in order]
+    return Var(jax.core.ShapedArray(shape, v.aval.dtype))
+
+
+def _transposition(v: Var, order: Axes, result: Var, source: object) -> Iterator[JaxprEqn]:
+    transpose = functools.partial(lax.transpose, permutation=order)
+    return equations_of(transpose, [v], [result], source)
