@@ -4,12 +4,12 @@ Each pass that takes such a sum would read all of its terms. Sums of halves alon
 product gives, need no pass: XLA adds in the product's kernel.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.programs._flow import SUMS
-from jmp_kit.programs._jaxpr import Atom, is_float32, is_small, is_var, size_of
+from jmp_kit.programs._flow import SUMS, Flow
+from jmp_kit.programs._jaxpr import Atom, is_float32, is_small, is_var, size_of, traced_back
 from jmp_kit.programs._marks import is_backward, stack_of
 
 # Of these, what more than one takes is stored.
@@ -73,3 +73,31 @@ def added(segment: Sequence[JaxprEqn], products: Set[Var]) -> set[Var]:
             if from_outside and len(sizes) == 1 and not terms.isdisjoint(operands):
                 found.update(filter(is_float32, eqn.outvars))
     return found
+
+
+def summed_first(
+    parts: Sequence[Sequence[JaxprEqn]],
+    flow: Flow,
+    uses: Mapping[Var, Sequence[JaxprEqn | None]],
+    is_late: Callable[[JaxprEqn], bool],
+) -> Iterator[list[JaxprEqn]]:
+    """The parts, such sums that several parts take in parts of their own.
+
+    Nothing may come between a product and what XLA adds in its kernel: what waits for the product
+    waits for the sum.
+    """
+    products = {v for part in parts for e in part if flow.is_product(e) for v in e.outvars}
+    for part in parts:
+        these = set(map(id, part))
+        segment = [e for e in part if not flow.closes(e)]
+        maker = {v: e for e in segment for v in e.outvars}
+        wanted = (v for v in added(segment, products) if is_late(maker[v]))
+        sums = [v for v in wanted if any(id(use) not in these for use in uses[v])]
+        eqns, _ = traced_back(sums, maker)
+        yield [e for e in part if id(e) in eqns]
+        yield [e for e in part if id(e) not in eqns]
+
+
+def is_sum(part: Sequence[JaxprEqn]) -> bool:
+    """Whether it is a part of such sums alone."""
+    return {e.primitive.name for e in part} <= _ADDS | _MOVES

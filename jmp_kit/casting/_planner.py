@@ -15,7 +15,7 @@ from jmp_kit.casting._accumulated import is_accumulated
 from jmp_kit.casting._biases import bias_of
 from jmp_kit.casting._float8 import in_float8, is_scaled_at_once
 from jmp_kit.casting._inline import inlined
-from jmp_kit.casting._joined import added, joined
+from jmp_kit.casting._joined import added, joined, summed_first
 from jmp_kit.casting._operands import rounded_twice
 from jmp_kit.casting._parts import acts, is_barrier, parts_of, split_at, sunk
 from jmp_kit.casting._passes import passes
@@ -155,14 +155,19 @@ class Planner:
         """The program, its backward pass with equations that make again what it takes."""
         if self.price is None or not _is_gradient(jaxpr):
             return jaxpr, parts_of(jaxpr.eqns, self.flow)
+
+        def is_late(eqn: JaxprEqn) -> bool:
+            return is_backward(stack_of(eqn))
+
         jaxpr = turned(repeating_scans(inlined(jaxpr), self.flow, depends), self.flow)
         jaxpr = scaled_last(fronted(jaxpr, self.flow))
-        jaxpr, rounded = undone(jaxpr, self.flow, lambda eqn: is_backward(stack_of(eqn)))
-        jaxpr = shared(jaxpr, lambda eqn: is_backward(stack_of(eqn)))
+        jaxpr, rounded = undone(jaxpr, self.flow, is_late)
+        jaxpr = shared(jaxpr, is_late)
         depending = self.flow.depending(jaxpr, depends)
         uses = uses_of(jaxpr)
         parts = parts_of(jaxpr.eqns, self.flow)
-        parts = sunk(parts, self.flow, uses, lambda eqn: is_backward(stack_of(eqn)))
+        parts = sunk(parts, self.flow, uses, is_late)
+        parts = list(filter(None, summed_first(parts, self.flow, uses, is_late)))
         reaching = self.flow.reaching(jaxpr, reaches)
         parts = list(repeating(parts, self.flow, depending, reaching, uses, rounded, self.price))
         return jaxpr.replace(eqns=[eqn for part in parts for eqn in part]), parts

@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._again import kept
 from jmp_kit.casting._float8 import is_scaled_at_once
+from jmp_kit.casting._joined import is_sum
 from jmp_kit.casting._parts import barrier_of, is_barrier
 from jmp_kit.casting._taken import ForwardPass, Part, Rounded
 from jmp_kit.programs._flow import Flow
@@ -62,8 +63,10 @@ class _Backward:
         self.maker = {v: e for v, e in program.maker.items() if v not in keep}
         self.rounded = {v.var for v in keep if isinstance(v, Rounded)}
         eqns = [*filter(program.is_late, program.eqns)]
-        # Of the products behind.
-        self.ends = {v for e in eqns for v in _ends(e, program.flow)} & reaching
+        # Of the products behind, and of sums with these.
+        ends = {v for e in eqns for v in _ends(e, program.flow)}
+        sums = {v for part in program.parts if is_sum(part) for e in part for v in e.outvars}
+        self.ends = (ends | (sums - program.early)) & reaching
         computing = [e for e in eqns if not program.from_memory(e)]
         taken = {a for e in [*computing, *self.maker.values()] for a in e.invars if is_var(a)}
         self.read = taken & program.early
