@@ -11,7 +11,7 @@ takes it. Sums over other axes end a pass. How these are written for XLA, `_kern
 """
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +77,7 @@ def passes(
     made: Sequence[Var],
     stored: Mapping[Var, Stored],
     depends: Callable[[Atom], bool],
+    constant: Set[Var] = frozenset(),
 ) -> Iterator[Piece]:
     """The segment's equations, in passes.
 
@@ -85,11 +86,12 @@ def passes(
       made: what is wanted of their results.
       stored: how some of these are stored.
       depends: whether a value depends on a product, and so may be there in half.
+      constant: what is made of numbers in the program, and so made again rather than read.
     """
     if any(map(acts, segment)):  # which is alone
         yield Piece(segment, made)
         return
-    found = _Segment(segment, made, stored, depends)
+    found = _Segment(segment, made, stored, depends, constant)
     groups: dict[Pass, list[Var]] = collections.defaultdict(list)
     for v in found.roots:
         groups[found.pass_of(v)].append(v)
@@ -104,6 +106,7 @@ class _Segment:
         made: Sequence[Var],
         stored: Mapping[Var, Stored],
         depends: Callable[[Atom], bool],
+        constant: Set[Var],
     ) -> None:
         self.maker = {v: e for e in segment for v in e.outvars}
         self.place = {id(e): i for i, e in enumerate(segment)}
@@ -113,7 +116,7 @@ class _Segment:
         self.summed = {v for v in self.rounded if stored[v].form is Form.FUSED}
         sums = [v for v in self.rounded if stored[v].form is Form.ADDED]
         self.added, _ = traced_back(sums, self.maker)  # by the places of equations
-        self.depends = depends
+        self.depends, self.constant = depends, constant
         self.joins = self._joining(segment)
         # What ends a pass, for whoever takes it: all but what a pass of its own makes again.
         ends = {v for v, e in self.maker.items() if not self._is_fused(e) and not self._is_row(e)}
@@ -194,7 +197,7 @@ class _Segment:
     def _pass_of(self, root: Var) -> Pass:
         cone = self.cone(root, self.stops)
         eqn = self.maker[root]
-        is_of_rows = self._is_big(root) or self._is_extremum(eqn)
+        is_of_rows = (self._is_big(root) and self._is_fused(eqn)) or self._is_extremum(eqn)
         has_rows = is_of_rows and any(map(self._is_row, cone.eqns))
         whole = eqn.invars[0] if eqn.primitive.name in _REDUCES else root
         is_row = has_rows and self._is_worth_it(cone, whole)
@@ -209,8 +212,10 @@ class _Segment:
         if eqn.primitive.name in _REDUCES and self._is_big(eqn.invars[0]):
             sources = self._fresh(cone)
             key = eqn.primitive.name, shape_of(eqn.invars[0]), tuple(eqn.params["axes"])
-            is_apart = len(sources) > 1 or any(map(is_costly, cone.eqns)) or self._is_combined(cone)
+            is_dear = any(is_costly(e) and any(map(self._is_big, e.outvars)) for e in cone.eqns)
+            is_apart = len(sources) > 1 or self._is_combined(cone)
             is_apart &= not is_along_rows(eqn) or is_rounding(eqn)
+            is_apart |= is_dear
             is_apart &= self._is_worth_it(cone, eqn.invars[0])
             return Pass(level, key, frozenset(sources), is_apart=is_apart)
         costly = (size_of(v) for e in cone.eqns if is_costly(e) for v in e.outvars)
@@ -231,8 +236,8 @@ class _Segment:
         over and over, as an associative scan is.
         """
         cuts = sum(e.primitive.name in _CUTS for e in cone.eqns)
-        read = sum(2 * size_of(v) for v in cone.sources if self._is_big(v))
-        return bool(read <= 8 * size_of(whole)) and cuts <= _MOST_CUTS
+        read = (v for v in cone.sources if self._is_big(v) and v not in self.constant)
+        return sum(2 * size_of(v) for v in read) <= 8 * size_of(whole) and cuts <= _MOST_CUTS
 
     def merged(self, groups: dict[Pass, list[Var]]) -> list[Pass]:
         """The passes in order, sums made in the pass of others that read the same in any case."""
@@ -267,9 +272,9 @@ class _Segment:
             ordered = list(kernels.sums(ordered, set(roots)))
         ordered = [e for eqn in ordered for e in kernels.own_zeros(eqn)]
         apart = list(fresh) if group.is_apart else []
-        if group.is_row:  # or XLA takes it for the pass that made these
+        if group.is_apart:  # or XLA takes it for the pass that made these
             sources = (v for cone in cones for v in cone.sources if v in self.maker)
-            apart += [v for v in dict.fromkeys(sources) if is_rounding(self.maker[v])]
+            apart += [v for v in dict.fromkeys(sources) if v not in fresh]
         return Piece(ordered, list(roots), apart, list(self._moved(ordered)))
 
     def _moved(self, eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:

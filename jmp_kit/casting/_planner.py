@@ -49,6 +49,7 @@ from jmp_kit.casting._worth import (
 )
 from jmp_kit.programs._flow import Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import (
+    constants_of,
     is_complex,
     is_float32,
     is_small,
@@ -82,6 +83,7 @@ class Program(NamedTuple):
 
     jaxpr: Jaxpr
     depending: set[Var]  # on a product
+    constant: set[Var]  # made of numbers in the program
     reaching: set[Var]  # a product
     origins: Mapping[Var, Origins]  # of what it is an update
     products: set[Var]  # what they give
@@ -181,6 +183,7 @@ class Planner:
         return Program(
             jaxpr,
             depending,
+            constants_of(jaxpr),
             self.flow.reaching(jaxpr, known.reaches),
             origins,
             {v for e in jaxpr.eqns if self.flow.is_product(e) for v in e.outvars},
@@ -244,7 +247,7 @@ class Planner:
         given = {*program.jaxpr.invars, *program.jaxpr.constvars} - program.depending
         unmarked = {a for e in products if not marked_dtype(e) for a in e.invars if is_var(a)}
         yield Part(
-            segment=list(passes(segment, made, stored, program.depends))
+            segment=list(passes(segment, made, stored, program.depends, program.constant))
             if program.is_gradient
             else [Piece(segment, made)],
             stored=stored,
@@ -302,8 +305,11 @@ class Planner:
         made_of_rows = normed(segment)
         sums = added(segment, program.products) if program.is_gradient else set()
         found = {v for v in made if v in program.depending and v in program.reaching}
-        found -= reduced(segment) & program.spread
-        found = {v for v in found if is_float32(v) and not is_small(v, segment)}
+        statistics = reduced(segment)
+        found -= statistics & program.spread
+        statistics |= program.spread  # what is small beside what is gathered of it is none
+        small = {v for v in found & statistics if is_small(v, segment)}
+        found = {v for v in found - small if is_float32(v)}
 
         def stored(eqn: JaxprEqn, v: Var) -> Stored:
             if all(use is not None and self.flow.closes(use) for use in program.uses[v]):

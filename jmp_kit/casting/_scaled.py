@@ -8,7 +8,16 @@ from collections.abc import Callable
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.programs._jaxpr import Atom, is_float32, is_var, is_zero, shape_of, size_of, uses_of
+from jmp_kit.programs._jaxpr import (
+    Atom,
+    constants_of,
+    is_float32,
+    is_var,
+    is_zero,
+    shape_of,
+    size_of,
+    uses_of,
+)
 from jmp_kit.programs._marks import is_backward, stack_of
 
 _MOVES = {"reshape", "transpose", "squeeze"}
@@ -19,14 +28,12 @@ def scaled_last(jaxpr: Jaxpr) -> Jaxpr:
     uses = uses_of(jaxpr)
     eqns: list[JaxprEqn] = []
     waiting: dict[Var, JaxprEqn] = {}  # what scales, by what it gives
-    constants: set[Var] = set()
+    constants = constants_of(jaxpr)
 
     def is_constant(atom: Atom) -> bool:
         return not is_var(atom) or atom in constants
 
     for eqn in jaxpr.eqns:
-        if all(map(is_constant, eqn.invars)):
-            constants.update(eqn.outvars)
         last = eqn
         if scaling := next(
             (waiting.pop(a) for a in eqn.invars if is_var(a) and a in waiting), None

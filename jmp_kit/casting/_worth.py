@@ -31,6 +31,7 @@ _COSTLY = (
 # is not rounded: all of the row would be wrong alike, and derivatives are differences within it.
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
 _JOINING = {"concatenate", "pad", "dynamic_update_slice", "scatter", "gather"}
+_JOINING |= {"optimization_barrier"}  # beside each other
 
 
 def is_kept(primitive: str) -> bool:

@@ -190,6 +190,15 @@ def in_place(atoms: Sequence[Atom], renamed: Mapping[Var, Atom]) -> list[Atom]:
     return [renamed.get(a, a) if is_var(a) else a for a in atoms]
 
 
+def constants_of(jaxpr: Jaxpr) -> set[Var]:
+    """What is made of numbers in the program alone: zeros, positions, masks made of them."""
+    found: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        if all(not is_var(a) or a in found for a in eqn.invars) and not eqn.effects:
+            found.update(eqn.outvars)
+    return found
+
+
 def taking(eqn: JaxprEqn, renamed: Mapping[Var, Atom]) -> JaxprEqn:
     """The equation, of other variables."""
     return eqn.replace(invars=in_place(eqn.invars, renamed))

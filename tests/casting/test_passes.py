@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jmp_kit
@@ -141,6 +142,38 @@ def test_a_norm_of_a_sum_is_not_written_in_float32_for_an_h200():
     assert wide <= 0.1 * 4 * 16 * 4096 * 256
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_a_cap_behind_a_mask_costs_an_h200_one_read_of_the_scores():
+    """Masks are made again in registers, and no row is gone over twice."""
+    mask = np.tri(1024, dtype=bool)
+
+    def attention(function):
+        def loss_fn(params, x):
+            q, k, v = jnp.split(x @ params["in"], 3, -1)
+            scores = jnp.where(mask, function(q @ k.swapaxes(1, 2)), -1e30)
+            return mean_square(jax.nn.softmax(scores) @ v @ params["out"])
+
+        params = {"in": (128, 384), "out": (128, 128)}
+        return compiled(loss_fn, params, (64, 1024, 128)).nbytes
+
+    more = attention(lambda x: 50 * jnp.tanh(x / 50)) - attention(lambda x: x)
+    assert more <= 1.2 * 2 * 64 * 1024 * 1024
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_a_cap_over_long_rows_is_not_written_in_float32_for_an_h200():
+    """Capped logits, that a cross entropy sums up twice."""
+
+    def loss_fn(params, x):
+        logits = 30 * jnp.tanh(x @ params["out"] / 30)
+        labels = jnp.arange(len(x)) % logits.shape[-1]
+        return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, logits.shape[-1])).mean()
+
+    assert compiled(loss_fn, {"out": (256, 32768)}, (4096, 256)).wide <= 0.1 * 4 * 4096 * 32768
+
+
 def pieces(norm, *shapes):
     """The passes of a train step, of the backward pass."""
 
@@ -211,6 +244,39 @@ def test_what_is_added_to_a_product_is_added_in_half():
     assert sums == ["add", "add_any", "add_any"]
     traced = str(jax.make_jaxpr(autocast(jax.grad(loss_fn), "mixed_bfloat16"))(weights, x))
     assert len(set(re.findall(r"(\w+):bf16\[256,64\] = add", traced))) == 3
+
+
+def test_a_chain_of_convolutions_adds_cotangents_in_half():
+    """Though what is computed again waits for them: it waits for the sum."""
+
+    def convolved(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+
+    def loss_fn(params, x):
+        x = x @ params["in"]
+        for w in params["kernels"]:
+            x = x + jnp.tanh(convolved(x, w))
+        return mean_square(x)
+
+    params = {"in": jnp.eye(32), "kernels": [jnp.ones((3, 32, 32))] * 3}
+    [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", params, jnp.ones((16, 64, 32)))
+    sums = [s for s in plan.every_stored() if s.eqn.primitive.name == "add_any"]
+    assert [s.form for s in sums] == [Form.ADDED, Form.ADDED, Form.CAST]
+
+
+def test_what_is_small_only_beside_what_is_gathered_of_it_is_stored_in_half():
+    """Nodes of a graph, beside two values of each of many edges."""
+    edges = jnp.arange(64 * 16)
+
+    def loss_fn(params, x):
+        x = jnp.tanh(x @ params["in"])
+        pairs = jnp.concatenate([x[edges % 64], x[edges // 16]], -1)
+        return mean_square(pairs @ params["edges"]) + mean_square(jnp.sin(x) @ params["in"])
+
+    params = {"in": jnp.eye(64), "edges": jnp.ones((128, 64))}
+    assert (64, 64) in stored(loss_fn, params, jnp.ones((64, 64)))
 
 
 def test_what_several_passes_take_is_stored_once():
