@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Var
 
+from jmp_kit.casting._worth import normed
 from jmp_kit.programs._flow import SUMS, Flow
 from jmp_kit.programs._jaxpr import Atom, is_float32, is_small, is_var, size_of, traced_back
 from jmp_kit.programs._marks import is_backward, stack_of
@@ -25,10 +26,14 @@ def joined(
 ) -> Iterator[Var]:
     """The sums of several values from outside the segment that several others take.
 
+    Or of one with what a norm's backward pass makes, before that of the next norm say.
+
     Args:
       uses: the equations that take each variable.
     """
     terms: dict[Var, int] = {}  # how many values from outside it is the sum of; 0 of what is none
+    partly: set[Var] = set()  # what is the sum of one, and of others
+    rows = normed(segment)
 
     def terms_of(atom: Atom, whole: Var) -> int:
         is_term = is_var(atom) and size_of(atom) == size_of(whole)
@@ -47,8 +52,12 @@ def joined(
         else:
             each = [terms_of(a, v) for a in eqn.invars]
             found = sum(each) if eqn.primitive.name in SUMS | MOVES and all(each) else 0
+            is_partly = any(each) or not partly.isdisjoint(filter(is_var, eqn.invars))
+            if eqn.primitive.name in SUMS and is_partly:
+                partly.add(v)
         terms.update((out, found) for out in eqn.outvars)
-        is_new = eqn.primitive.name in _JOINS and found > 1 and len(uses[v]) > 1
+        is_sum = found > 1 or (v in partly and v in rows)
+        is_new = eqn.primitive.name in _JOINS and is_sum and len(uses[v]) > 1
         is_new &= all(map(is_cotangent, (eqn, *uses[v])))
         if is_new and is_float32(v) and not is_small(v, segment):
             yield v

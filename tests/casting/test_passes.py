@@ -292,6 +292,24 @@ def test_what_several_passes_take_is_stored_once():
     assert "select_n" in [s.eqn.primitive.name for s in others]
 
 
+def test_what_a_norm_before_another_gives_back_is_stored_in_half():
+    """Behind every block of a stream but the last: both of its passes take it."""
+
+    def loss_fn(weights, x):
+        x = x @ weights[0]
+        for w in weights:
+            x = layer_norm(x + jax.nn.silu(layer_norm(x) @ w) @ w)
+        return mean_square(x @ weights[0])
+
+    def apart(blocks):
+        args = [jnp.eye(64)] * blocks, jnp.ones((256, 64))
+        [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", *args)
+        every = [s for s in plan.every_stored() if s.eqn.primitive.name == "add_any"]
+        return sum(s.form is Form.APART for s in every)
+
+    assert apart(3) - apart(2) == 2
+
+
 def test_what_joins_projections_is_not_stored_apart():
     """The cotangent of a projection that was split: no part is padded before all are there."""
 
