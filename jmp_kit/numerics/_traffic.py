@@ -160,10 +160,11 @@ def _kernels(program: Program, known: set[int]) -> Iterator[Kernel]:
         read, written = _moved(run, program)
         wide = sum(
             array.nbytes
-            for array in written
-            if array.dtype == "float32" and array.size > 1 and array.size not in known
+            for array, whole in written
+            if array.dtype == "float32" and array.size > 1 and whole.size not in known
         )
-        largest = max(written, key=lambda array: array.nbytes, default=Array("", ()))
+        arrays = [array for array, _ in written]
+        largest = max(arrays, key=lambda array: array.nbytes, default=Array("", ()))
         named = _named(run, program)
         yield Kernel(
             name=instruction.name,
@@ -171,7 +172,7 @@ def _kernels(program: Program, known: set[int]) -> Iterator[Kernel]:
             path=path_of(named.stack),
             dtype=largest.dtype,
             read=run.times * sum(array.nbytes for array in read),
-            written=run.times * sum(array.nbytes for array in written),
+            written=run.times * sum(array.nbytes for array in arrays),
             wide=run.times * wide,
             backward=is_backward(named.stack),
             times=run.times,
@@ -204,17 +205,21 @@ def _known_sizes(entry: Computation) -> Iterator[int]:
         yield math.prod(array.shape[1:])
 
 
-def _moved(run: Run, program: Program) -> tuple[list[Array], list[Array]]:
+# What is written, and what it is written into.
+_Written = tuple[Array, Array]
+
+
+def _moved(run: Run, program: Program) -> tuple[list[Array], list[_Written]]:
     """What a kernel reads and writes."""
     instruction = run.instruction
     if instruction.opcode.removesuffix("-start") == "fusion":
         return _moved_by_fusion(program.computations[instruction.called[0]])
-    read, written = run.operands, _results(instruction)
-    if instruction.opcode in _PICKS:
-        return [*written, *read[1:]], written
+    read, results = run.operands, _results(instruction)
     if instruction.opcode in _PUTS:
-        return read[_PUTS[instruction.opcode] :], read[_PUTS[instruction.opcode] :][:1]
-    return read, written
+        again, put = _put(instruction, run.computation)
+        return [*read[1:], *again], [put]
+    picks = instruction.opcode in _PICKS
+    return [*results, *read[1:]] if picks else read, [(array, array) for array in results]
 
 
 def _results(instruction: Instruction) -> list[Array]:
@@ -227,10 +232,19 @@ def _results(instruction: Instruction) -> list[Array]:
 _PICKS = ("gather", "dynamic-slice", "slice")  # from the first operand
 # Of these only what is picked of their results is computed.
 _PASSES = ("bitcast", "convert", "copy", "reshape", "transpose", "add", "multiply", "negate")
-_PUTS = {"dynamic-update-slice": 1}  # into the first operand, what this one is
+_PUTS = {"dynamic-update-slice": 1, "scatter": 2}  # into the first operand, what this one is
 
 
-def _moved_by_fusion(fused: Computation) -> tuple[list[Array], list[Array]]:
+def _put(instruction: Instruction, computation: Computation) -> tuple[list[Array], _Written]:
+    """What is read of an array in place, to be added to, and what is written."""
+    whole, update = (
+        computation[instruction.operands[i]].results[0] for i in (0, _PUTS[instruction.opcode])
+    )
+    put = Array(whole.dtype, min(whole, update, key=lambda array: array.size).shape)
+    return [put] if instruction.opcode == "scatter" else [], (put, whole)
+
+
+def _moved_by_fusion(fused: Computation) -> tuple[list[Array], list[_Written]]:
     uses: dict[str, list[tuple[Instruction, int]]] = collections.defaultdict(list)
     for instruction in fused.values():
         for i, name in enumerate(instruction.operands):
@@ -255,11 +269,18 @@ def _moved_by_fusion(fused: Computation) -> tuple[list[Array], list[Array]]:
             read += [array] if whole else [Array(array.dtype, p.shape) for p in picked if p]
     root = root_of(fused)
     outputs = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    written = []
+    written: list[_Written] = []
     for output in outputs:
+        if output.opcode == "get-tuple-element":
+            call = fused[output.operands[0]]
+            if output.results[0] not in _results(call):
+                continue
         while output.opcode == "bitcast":
             output = fused[output.operands[0]]
         if output.opcode in _PUTS:
-            output = fused[output.operands[_PUTS[output.opcode]]]
-        written.append(output.results[0])
+            again, put = _put(output, fused)
+            read += again
+            written.append(put)
+        else:
+            written.append((output.results[0], output.results[0]))
     return read, written

@@ -99,6 +99,75 @@ def test_the_table_and_the_numbers():
     assert "and 6 more, which move" in str(Traffic("a device", tuple(many)))
 
 
+SCATTER = """HloModule jit_s
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%adds (p: f32[1000,8], q: s32[4,1], r: bf16[4,8]) -> f32[1000,8] {
+  %p = f32[1000,8]{1,0} parameter(0)
+  %q = s32[4,1]{1,0} parameter(1)
+  %r = bf16[4,8]{1,0} parameter(2)
+  %u = f32[4,8]{1,0} convert(%r)
+  ROOT %s = f32[1000,8]{1,0} scatter(%p, %q, %u), to_apply=%add
+}
+
+ENTRY %main (table: f32[1000,8], rows: s32[4,1], new: bf16[4,8], x: f32[2,8]) -> f32[1000,8] {
+  %table = f32[1000,8]{1,0} parameter(0)
+  %rows = s32[4,1]{1,0} parameter(1)
+  %new = bf16[4,8]{1,0} parameter(2)
+  %x = f32[2,8]{1,0} parameter(3)
+  %n = f32[4,8]{1,0} convert(%new)
+  %w = f32[2,8]{1,0} scatter(%x, %rows, %n), to_apply=%add
+  ROOT %f = f32[1000,8]{1,0} fusion(%table, %rows, %new), kind=kInput, calls=%adds
+}
+"""
+
+
+def test_what_is_scattered_is_added_to_rows_alone():
+    found = {k.name: k for k in traffic_of(SCATTER, "a device").kernels}
+    rows = 4 * 8 * 4
+    assert (found["f"].read, found["f"].written) == (rows + 4 * 4 + rows // 2, rows)
+    # More than there is room for: no more than the room.
+    assert (found["w"].read, found["w"].written) == (2 * 8 * 4 + 4 * 4 + rows, 2 * 8 * 4)
+    assert found["f"].wide == 0  # the table is no activation
+
+
+LIBRARY = """HloModule jit_l
+
+%into (p: bf16[4,8], q: bf16[8,8], r: bf16[9,4,8], i: s32[]) -> (bf16[9,4,8], s8[4096]) {
+  %p = bf16[4,8]{1,0} parameter(0)
+  %q = bf16[8,8]{1,0} parameter(1)
+  %r = bf16[9,4,8]{2,1,0} parameter(2)
+  %i = s32[] parameter(3)
+  %z = s32[] constant(0)
+  %m = (bf16[4,8]{1,0}, s8[4096]{0}) custom-call(%p, %q), custom_call_target="__cublas$lt$matmul"
+  %g = bf16[4,8]{1,0} get-tuple-element(%m), index=0
+  %b = bf16[1,4,8]{2,1,0} bitcast(%g)
+  %d = bf16[9,4,8]{2,1,0} dynamic-update-slice(%r, %b, %i, %z, %z)
+  %w = s8[4096]{0} get-tuple-element(%m), index=1
+  ROOT %t = (bf16[9,4,8]{2,1,0}, s8[4096]{0}) tuple(%d, %w)
+}
+
+ENTRY %main (x: bf16[4,8], y: bf16[8,8], s: bf16[9,4,8], k: s32[]) -> bf16[9,4,8] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %y = bf16[8,8]{1,0} parameter(1)
+  %s = bf16[9,4,8]{2,1,0} parameter(2)
+  %k = s32[] parameter(3)
+  %f = (bf16[9,4,8]{2,1,0}, s8[4096]{0}) fusion(%x, %y, %s, %k), kind=kCustom, calls=%into
+  ROOT %o = bf16[9,4,8]{2,1,0} get-tuple-element(%f), index=0
+}
+"""
+
+
+def test_the_room_that_a_librarys_kernel_works_in_is_not_what_it_writes():
+    [kernel] = traffic_of(LIBRARY, "a device").kernels
+    assert (kernel.read, kernel.written) == (2 * (4 * 8 + 8 * 8) + 4, 2 * 4 * 8)
+
+
 CUT = """HloModule jit_g
 
 %cut (p: f32[64,8]) -> bf16[4,8] {
