@@ -195,11 +195,12 @@ def plans_of(
     policy: Policy | str | DTypeLike,
     *args: Any,
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
+    recompute: bool | float | str = True,
     **kwargs: Any,
 ) -> list[Plan]:
-    """What `autocast(fun, policy, rules=rules)` makes of these arguments, which may be abstract."""
-    compiled = _compiled(rules or {})
-    casting = Casting(fun, policy_to_compute(policy), compiled, Flow(PRODUCTS), _PRICE)
+    """What `autocast` makes of a function with these arguments, which may be abstract."""
+    compiled, price = _compiled(rules or {}), _price(recompute)
+    casting = Casting(fun, policy_to_compute(policy), compiled, Flow(PRODUCTS), price)
     plans: list[Plan] = []
     eval_shape(lambda *args, **kwargs: casting.evaluated(args, kwargs, plans), *args, **kwargs)
     return plans

@@ -97,6 +97,7 @@ def plan(
     policy: Policy | str | DTypeLike,
     *args: Any,
     rules: Mapping[str, Policy | str | DTypeLike] | None = None,
+    recompute: bool | float | str = True,
     **kwargs: Any,
 ) -> Plan:
     """What `autocast(fun, policy)` stores in half, keeps for a backward pass, and computes again.
@@ -114,14 +115,14 @@ def plan(
       fun: a function that autocast has not been applied to.
       policy: a policy, as `autocast` takes it.
       *args: its arguments, or `jax.ShapeDtypeStruct`s: nothing is computed.
-      rules: as `autocast` takes them.
+      rules, recompute: as `autocast` takes them.
       **kwargs: further arguments.
 
     Returns:
       A `Plan`, which prints as a table.
 
     Raises:
-      ValueError: if `policy` or `rules` cannot be read, or a rule matches nothing.
+      ValueError: if `policy`, `rules` or `recompute` cannot be read, or a rule matches nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_kit
@@ -131,7 +132,7 @@ def plan(
       >>> [(value.shape, value.why, value.dtype) for value in found.values][0]
       ((4, 2), 'carried by a loop, state', 'float32')
     """
-    plans = plans_of(fun, policy, *args, rules=rules, **kwargs)
+    plans = plans_of(fun, policy, *args, rules=rules, recompute=recompute, **kwargs)
     in_float8 = policy_to_compute(policy).compute_dtype == FLOAT8
     return Plan(
         values=tuple(_row(stored) for made in plans for stored in made.every_stored()),
