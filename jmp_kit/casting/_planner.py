@@ -262,7 +262,7 @@ class Planner:
     def _summed(
         self, program: Program, products: Sequence[JaxprEqn]
     ) -> Iterator[tuple[Var, np.dtype]]:
-        """Gradients of weights: products of the backward pass that reach state, or no product.
+        """Gradients of weights: products of the backward pass that results or state are made of.
 
         And what is scaled before it is rounded.
         """
@@ -275,8 +275,7 @@ class Planner:
 
         for eqn in products if self.is_summed_wide else ():
             v, half = eqn.outvars[0], self._dtype_of(eqn)
-            is_last = v not in program.reaching or v in program.whole
-            is_gradient = is_last and is_backward(stack_of(eqn, self.calls))
+            is_gradient = v in program.whole and is_backward(stack_of(eqn, self.calls))
             if half is not None and is_gradient and eqn.primitive.name in _SUMMED_WIDE:
                 wide = is_accumulated(v, program.uses, collects)
                 yield v, np.dtype(np.float32) if wide else half

@@ -52,6 +52,22 @@ def test_a_gradient_is_made_in_the_dtype_that_it_is_summed_in(way, dtype):
     assert {p.out_dtype for p in found if p not in weights} == {"bfloat16"}
 
 
+@ways
+def test_what_leads_to_a_looked_up_table_is_half(way, monkeypatch):
+    """It is no gradient of a weight, though no product follows it."""
+
+    def looked_up(params, words):
+        return jnp.mean((jnp.sin(params["table"][words]) @ params["w"]) ** 2)
+
+    monkeypatch.setitem(globals(), "loss_fn", looked_up)
+    params = {"table": jnp.ones((32, 16)), "w": jnp.ones((16, 8))}
+    found = numerics.audit(way(), params, jnp.arange(64) % 32).products
+    assert {p.shape: p.out_dtype for p in found if p.backward} == {
+        (64, 16): "bfloat16",
+        (16, 8): "float32",
+    }
+
+
 H200 = numerics.TARGETS["h200"]
 
 
