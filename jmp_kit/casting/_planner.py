@@ -304,7 +304,7 @@ class Planner:
         made_of_rows = normed(segment)
         sums = added(segment, program.products) if program.is_gradient else set()
         found = {v for v in made if v in program.depending and v in program.reaching}
-        statistics = reduced(segment)
+        statistics = reduced(segment, program.depends)
         found -= statistics & program.spread
         statistics |= program.spread  # what is small beside what is gathered of it is none
         small = {v for v in found & statistics if is_small(v, segment)}

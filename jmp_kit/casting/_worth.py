@@ -5,8 +5,15 @@ from collections.abc import Callable, Hashable, Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._operands import is_rounding
-from jmp_kit.programs._flow import KERNELS, Flow
-from jmp_kit.programs._jaxpr import is_along_rows, is_var, names_within, shape_of, size_of
+from jmp_kit.programs._flow import KERNELS, PAIRED, Flow
+from jmp_kit.programs._jaxpr import (
+    Atom,
+    is_along_rows,
+    is_var,
+    names_within,
+    shape_of,
+    size_of,
+)
 
 # What a segment's backward pass does not compute again, for it is small or takes long.
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
@@ -76,11 +83,12 @@ def spread(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
     return _meeting(jaxpr, flow, _spreads, size_of)
 
 
-def reduced(segment: Sequence[JaxprEqn]) -> set[Var]:
-    """The results of a segment's reductions, and what is made of them in place."""
+def reduced(segment: Sequence[JaxprEqn], depends: Callable[[Atom], bool]) -> set[Var]:
+    """The results of a segment's reductions, and what is made of them in place, and of no other."""
     found: set[Var] = set()
     for eqn in segment:
         sizes = {size_of(a) for a in eqn.invars if is_var(a) and a in found}
+        sizes -= {size_of(a) for a in eqn.invars if depends(a) and a not in found}
         if not _REDUCTIONS.isdisjoint(names_within(eqn)):
             largest = max(map(size_of, eqn.invars), default=0)
             sizes |= {size for size in map(size_of, eqn.outvars) if size < largest}
@@ -117,7 +125,10 @@ def _meeting(
     """What goes into such an equation, and what goes into that with its measure kept."""
     found: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
-        if not flow.closes(eqn) and not flow.holds_product(eqn):
+        if eqn.primitive.name in PAIRED:
+            pairs = zip(eqn.invars, eqn.outvars, strict=True)
+            found |= {a for a, v in pairs if v in found and is_var(a)}
+        elif not flow.closes(eqn) and not flow.holds_product(eqn):
             measures = {measure(v) for v in eqn.outvars if v in found}
             operands = filter(is_var, eqn.invars)
             found |= {a for a in operands if is_met(eqn, a) or measure(a) in measures}
