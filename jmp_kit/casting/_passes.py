@@ -51,6 +51,9 @@ _CUTS, _MOST_CUTS = {"slice", "pad", "concatenate", "split", "rev"}, 8
 # What is this much smaller than the largest value, or smaller than this, is no matter.
 _SMALL, _LEAST = 16, 2**14
 
+# So many values are summed up in registers, by whatever takes their sum.
+_FEW = 8
+
 # A row that one kernel holds in registers.
 _LONGEST = 2**14
 
@@ -140,7 +143,8 @@ class _Segment:
         if eqn.primitive.name in _MOVES:
             return True
         if eqn.primitive.name in _REDUCES:
-            return not self._is_big(eqn.invars[0])
+            [operand], [result] = eqn.invars, eqn.outvars
+            return not self._is_big(operand) or size_of(operand) <= _FEW * size_of(result)
         shapes = {shape_of(a) for a in eqn.invars}
         return len(eqn.outvars) == 1 and all(
             _goes_into(shape, shape_of(eqn.outvars[0])) for shape in shapes

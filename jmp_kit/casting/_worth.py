@@ -17,7 +17,7 @@ from jmp_kit.programs._jaxpr import (
 
 # What a segment's backward pass does not compute again, for it is small or takes long.
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
-_LOOPS = ("sort", "top_k", "gather", "scatter", "cum", "while", "scan", "random_")
+_LOOPS = ("sort", "top_k", "scatter", "cum", "while", "scan", "random_")
 _SOLVERS = ("cholesky", "triangular_solve", "lu", "qr", "geqrf", "svd", "eig", "schur", "fft")
 _KEPT = ("reduce_", "argm", *_LOOPS, *_SOLVERS, *KERNELS, *_COLLECTIVES)
 # The derivative of an extremum compares it with what it is one of: both computed again, or a last

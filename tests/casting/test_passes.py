@@ -174,6 +174,25 @@ def test_a_cap_over_long_rows_is_not_written_in_float32_for_an_h200():
     assert compiled(loss_fn, {"out": (256, 32768)}, (4096, 256)).wide <= 0.1 * 4 * 4096 * 32768
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_a_sum_of_what_was_looked_up_is_one_kernel_for_an_h200():
+    """Two experts' results, weighted, are added to a residual stream."""
+    width, rows = 256, 16384
+    places = jnp.arange(2 * rows).reshape(rows, 2) % rows
+
+    def loss_fn(params, x):
+        x = x @ params["in"]
+        found = (x @ params["in"])[places]
+        x = x + (found * jax.nn.softmax(x @ params["router"])[..., None]).sum(1)
+        return mean_square((x + jnp.tanh(layer_norm(x) @ params["in"])) @ params["in"])
+
+    params = {"in": (width, width), "router": (width, 2)}
+    kernels = compiled(loss_fn, params, (rows, width)).kernels
+    written = sum(k.written for k in kernels if not k.backward and "dot" not in k.name)
+    assert written <= 6.5 * 2 * rows * width  # two more if what was looked up is written
+
+
 def pieces(norm, *shapes):
     """The passes of a train step, of the backward pass."""
 
