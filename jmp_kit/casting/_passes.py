@@ -21,7 +21,7 @@ from jmp_kit.casting import _kernels as kernels
 from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Form, Piece, Stored
-from jmp_kit.casting._worth import is_costly
+from jmp_kit.casting._worth import CUTS, MOST_CUTS, is_costly
 from jmp_kit.programs._jaxpr import (
     Atom,
     is_along_rows,
@@ -44,9 +44,6 @@ _EXACT |= {"concatenate", "pad", "gather", "dynamic_slice", "broadcast_in_dim"}
 
 # What is a name around others, and a rule for derivatives that were taken.
 _CALLS = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call"}
-
-# What XLA cuts and joins in a kernel with what it computes, if that is not often.
-_CUTS, _MOST_CUTS = {"slice", "pad", "concatenate", "split", "rev"}, 8
 
 # What is this much smaller than the largest value, or smaller than this, is no matter.
 _SMALL, _LEAST = 16, 2**14
@@ -239,9 +236,9 @@ class _Segment:
         And whether XLA would make it in one kernel, which it does not of what is cut and joined
         over and over, as an associative scan is.
         """
-        cuts = sum(e.primitive.name in _CUTS for e in cone.eqns)
+        cuts = sum(e.primitive.name in CUTS for e in cone.eqns)
         read = (v for v in cone.sources if self._is_big(v) and v not in self.constant)
-        return sum(2 * size_of(v) for v in read) <= 8 * size_of(whole) and cuts <= _MOST_CUTS
+        return sum(2 * size_of(v) for v in read) <= 8 * size_of(whole) and cuts <= MOST_CUTS
 
     def merged(self, groups: dict[Pass, list[Var]]) -> list[Pass]:
         """The passes in order, sums made in the pass of others that read the same in any case."""

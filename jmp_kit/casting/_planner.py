@@ -46,6 +46,7 @@ from jmp_kit.casting._worth import (
     reduced,
     spread,
     summed,
+    woven,
 )
 from jmp_kit.programs._flow import Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import (
@@ -306,6 +307,7 @@ class Planner:
         found = {v for v in made if v in program.depending and v in program.reaching}
         statistics = reduced(segment, program.depends)
         found -= statistics & program.spread
+        found -= woven(segment) if program.is_gradient else set()
         statistics |= program.spread  # what is small beside what is gathered of it is none
         small = {v for v in found & statistics if is_small(v, segment)}
         found = {v for v in found - small if is_float32(v)}

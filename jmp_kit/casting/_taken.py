@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_kit.casting._again import Value
 from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
-from jmp_kit.casting._worth import is_kept, normed, reduces
+from jmp_kit.casting._worth import CUTS, is_kept, normed, reduces, woven
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
     is_float32,
@@ -77,6 +77,7 @@ class ForwardPass:
         """What the backward pass takes of the forward pass, and what that is made of."""
         values: dict[Hashable, Value] = {}
         of_rows = {v for part in self.parts for v in normed(part)}
+        self.woven = {v for part in self.parts for v in woven(part)}
         product_of = {v for e in self.eqns if self.flow.is_product(e) for v in e.outvars}
         late = filter(self.is_late, self.eqns)
         pairs = ((a, self.part_of[id(e)]) for e in late for a in e.invars if is_var(a))
@@ -96,22 +97,28 @@ class ForwardPass:
         here = self.made_in[v]
         takers = [e for e in self.uses[v] if e is None or self.part_of[id(e)] != here]
         late = [e for e in takers if e is not None and self.is_late(e)]
-        is_multiplied = any(map(self.from_memory, late))
+        closing = [e for e in self.uses[v] if e is not None and self.flow.closes(e)]
+        is_written = not all(map(_is_fused, closing))
         is_read = not all(map(self.from_memory, late))
-        closing = any(e is not None and self.flow.closes(e) for e in self.uses[v])
+        is_summed = any(map(_is_fused, late))
+        is_multiplied = any(self.from_memory(e) and not _is_fused(e) for e in late)
         is_stored = v not in self.maker or len(late) < len(takers)
-        is_half = is_float32(v) and (closing or is_product or not is_small(v, self.parts[here]))
+        is_woven = v in self.woven and not closing
+        is_half = bool(closing) or is_product or not (is_woven or is_small(v, self.parts[here]))
+        is_half &= is_float32(v)
         # Of symbolic dimensions each is as good as one.
         size = math.prod(n for n in shape_of(v) if isinstance(n, int))
         nbytes = size * (2 if is_half else v.aval.dtype.itemsize)
         # A norm is made again in a pass of its own, which reads what it is a norm of.
         again = nbytes * (2 if is_normed else 1) if is_multiplied else 0
+        if is_woven and v in self.maker and self.maker[v].primitive.name in CUTS:
+            again = nbytes
         operands = [a for a in self.maker[v].invars if is_var(a)] if v in self.maker else None
         if closing and is_half and not is_stored and v not in self.results:
             yield v, Value(operands, nbytes, False, True, is_read, False, 0)
-            yield Rounded(v), Value([v], nbytes, True, False, False, is_multiplied, again)
+            yield Rounded(v), Value([v], nbytes, is_written, False, is_summed, is_multiplied, again)
         else:
-            stored = is_stored or closing
+            stored = is_stored or bool(closing) or is_woven
             is_rounded = is_half and not stored
             yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
 
@@ -128,6 +135,15 @@ def makers(
         for v in e.outvars
         if is_made_again(v, i)
     }
+
+
+def _is_fused(eqn: JaxprEqn) -> bool:
+    """Whether XLA makes a sum of it, for it multiplies by vectors, and fuses what it takes."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    sides = zip(eqn.invars, *eqn.params["dimension_numbers"], strict=True)
+    shapes = ((shape_of(a), {*contracted, *batch}) for a, contracted, batch in sides)
+    return any(all(n == 1 for i, n in enumerate(s) if i not in axes) for s, axes in shapes)
 
 
 def _is_whole(eqn: JaxprEqn, flow: Flow) -> bool:

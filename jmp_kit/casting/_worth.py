@@ -38,7 +38,9 @@ _COSTLY = (
 # is not rounded: all of the row would be wrong alike, and derivatives are differences within it.
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
 _JOINING = {"concatenate", "pad", "dynamic_update_slice", "scatter", "gather"}
-_JOINING |= {"optimization_barrier"}  # beside each other
+
+# What XLA cuts and joins in a kernel with what it computes, if that is not often.
+CUTS, MOST_CUTS = {"slice", "pad", "concatenate", "split", "rev"}, 8
 
 
 def is_kept(primitive: str) -> bool:
@@ -105,6 +107,23 @@ def normed(segment: Sequence[JaxprEqn]) -> set[Var]:
         if is_made_of_sums or is_row:
             found.update(eqn.outvars)
     return found
+
+
+def woven(segment: Sequence[JaxprEqn]) -> set[Var]:
+    """What is cut and joined over and over, before and after, as in an associative scan.
+
+    XLA writes it, in float32, forward and backward.
+    """
+    before: dict[Var, int] = {}  # the cuts that each value comes through
+    after: dict[Var, int] = {}  # the cuts that it goes on through
+    for eqn in segment:
+        cuts = max((before.get(a, 0) for a in eqn.invars if is_var(a)), default=0)
+        before |= dict.fromkeys(eqn.outvars, cuts + (eqn.primitive.name in CUTS))
+    for eqn in reversed(segment):
+        cuts = max((after.get(v, 0) for v in eqn.outvars), default=0)
+        cuts += eqn.primitive.name in CUTS
+        after |= {a: max(cuts, after.get(a, 0)) for a in eqn.invars if is_var(a)}
+    return {v for v, n in before.items() if n and after.get(v) and n + after[v] > MOST_CUTS}
 
 
 def _sums(eqn: JaxprEqn, _: Var) -> bool:

@@ -15,7 +15,7 @@ from jmp_kit import autocast
 from jmp_kit.casting import plans_of
 from jmp_kit.casting._again import Value, kept
 from jmp_kit.casting._plan import Part
-from jmp_kit.programs import every_equation
+from jmp_kit.programs import every_equation, is_backward, stack_of
 from tests.casting.stream import WEIGHTS, X, block, loss_through, step_of
 from tests.casting.test_by_hand import COMPILES_AS_TRACED
 from tests.casting.zoo import SQUARE, mean_square
@@ -202,6 +202,56 @@ def test_the_gradient_of_a_relu_at(x):
     given = jnp.full((8, 16), x)
     half = jmp_kit.grad(autocast(loss_fn, "mixed_bfloat16"), jmp_kit.NoOpLossScale())
     np.testing.assert_array_equal(half(given), jax.grad(loss_fn)(given))
+
+
+def after(first, second):
+    (decay, change), (next_decay, next_change) = first, second
+    return decay * next_decay, change * next_decay + next_change
+
+
+def through_a_scan(weights, x):
+    """A state space, its states found by an associative scan."""
+    x = x @ weights["in"]
+    decay = jax.nn.sigmoid(x @ weights["decay"])[..., None] * jnp.linspace(0.5, 1, 4)
+    change = x[..., None] * (x @ weights["enter"])[..., None, :]
+    _, state = lax.associative_scan(after, (decay, change), axis=1)
+    return mean_square(jnp.einsum("btis,bts->bti", state, x @ weights["leave"]) @ weights["in"])
+
+
+def forward_parts(fun, *args, **options):
+    """Those before the first product of the backward pass."""
+    [plan] = plans_of(fun, "mixed_bfloat16", *args, **options)
+    parts = [step for step in plan.steps if isinstance(step, Part)]
+    late = [any(is_backward(stack_of(e)) for e, _ in part.products) for part in parts]
+    return parts[: late.index(True)]
+
+
+def test_an_associative_scan_keeps_what_it_writes_in_any_case():
+    """In float32, as XLA writes it. The last states are made of these, for no matrix takes them."""
+    weights = {"in": (16, 16), "decay": (16, 16), "enter": (16, 4), "leave": (16, 4)}
+    weights = {name: jnp.ones(shape) for name, shape in weights.items()}
+
+    def kept_of(recompute):
+        args = weights, jnp.ones((64, 64, 16))
+        parts = forward_parts(jax.grad(through_a_scan), *args, recompute=recompute)
+        shapes = [v.aval.shape for part in parts for v in part.results if v not in part.stored]
+        return [shape for shape in shapes if shape[2:] == (16, 4)]
+
+    assert (64, 32, 16, 4) in kept_of(1.2)
+    assert (64, 64, 16, 4) not in kept_of(1.2)
+    assert len(kept_of(1.2)) > len(kept_of("most"))
+
+
+def test_what_is_looked_up_is_looked_up_again():
+    places = jnp.arange(4096) % 64
+
+    def loss_fn(w, x):
+        return mean_square(jnp.sin((x @ w)[places]) @ w)
+
+    forward = forward_parts(jax.grad(loss_fn), jnp.eye(16), jnp.ones((64, 16)))
+    made = {v: e for part in forward for p in part.segment for e in p.eqns for v in e.outvars}
+    assert "gather" in [eqn.primitive.name for eqn in made.values()]
+    assert made.keys().isdisjoint(v for part in forward for v in part.results)
 
 
 def test_a_transposed_product_is_turned_round():
