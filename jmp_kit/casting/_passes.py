@@ -21,7 +21,7 @@ from jmp_kit.casting import _kernels as kernels
 from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Form, Piece, Stored
-from jmp_kit.casting._worth import CUTS, MOST_CUTS, is_costly
+from jmp_kit.casting._worth import FEW, MOST_CUTS, cuts_before, is_costly
 from jmp_kit.programs._jaxpr import (
     Atom,
     is_along_rows,
@@ -47,9 +47,6 @@ _CALLS = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call"}
 
 # What is this much smaller than the largest value, or smaller than this, is no matter.
 _SMALL, _LEAST = 16, 2**14
-
-# So many values are summed up in registers, by whatever takes their sum.
-_FEW = 8
 
 # A row that one kernel holds in registers.
 _LONGEST = 2**14
@@ -139,9 +136,11 @@ class _Segment:
             return eqn.primitive.name in _CALLS and all(map(self._is_fused, inside))
         if eqn.primitive.name in _MOVES:
             return True
+        if eqn.primitive.name == "optimization_barrier":
+            return False
         if eqn.primitive.name in _REDUCES:
             [operand], [result] = eqn.invars, eqn.outvars
-            return not self._is_big(operand) or size_of(operand) <= _FEW * size_of(result)
+            return not self._is_big(operand) or size_of(operand) <= FEW * size_of(result)
         shapes = {shape_of(a) for a in eqn.invars}
         return len(eqn.outvars) == 1 and all(
             _goes_into(shape, shape_of(eqn.outvars[0])) for shape in shapes
@@ -236,7 +235,7 @@ class _Segment:
         And whether XLA would make it in one kernel, which it does not of what is cut and joined
         over and over, as an associative scan is.
         """
-        cuts = sum(e.primitive.name in CUTS for e in cone.eqns)
+        cuts = max(cuts_before(cone.eqns).values(), default=0)
         read = (v for v in cone.sources if self._is_big(v) and v not in self.constant)
         return sum(2 * size_of(v) for v in read) <= 8 * size_of(whole) and cuts <= MOST_CUTS
 

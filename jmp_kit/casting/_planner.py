@@ -31,6 +31,7 @@ from jmp_kit.casting._plan import (
     Step,
     Stored,
 )
+from jmp_kit.casting._pools import pooled
 from jmp_kit.casting._repeat import repeating
 from jmp_kit.casting._scaled import scaled_last
 from jmp_kit.casting._scans import repeating_scans
@@ -163,7 +164,7 @@ class Planner:
             return is_backward(stack_of(eqn))
 
         jaxpr = turned(repeating_scans(inlined(jaxpr), self.flow, depends), self.flow)
-        jaxpr = scaled_last(fronted(jaxpr, self.flow))
+        jaxpr = pooled(scaled_last(fronted(jaxpr, self.flow)))
         jaxpr, rounded = undone(jaxpr, self.flow, is_late)
         jaxpr = shared(jaxpr, is_late)
         depending = self.flow.depending(jaxpr, depends)

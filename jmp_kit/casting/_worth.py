@@ -39,7 +39,10 @@ _COSTLY = (
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
 _JOINING = {"concatenate", "pad", "dynamic_update_slice", "scatter", "gather"}
 
-# What XLA cuts and joins in a kernel with what it computes, if that is not often.
+# So many values are summed up in registers, by whatever takes their sum.
+FEW = 8
+
+# What XLA cuts and joins in a kernel with what it computes, if that is not often in a row.
 CUTS, MOST_CUTS = {"slice", "pad", "concatenate", "split", "rev"}, 8
 
 
@@ -109,21 +112,27 @@ def normed(segment: Sequence[JaxprEqn]) -> set[Var]:
     return found
 
 
+def cuts_before(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
+    """How often in a row what each result is made of is cut or joined."""
+    found: dict[Var, int] = {}
+    for eqn in eqns:
+        cuts = max((found.get(a, 0) for a in eqn.invars if is_var(a)), default=0)
+        found |= dict.fromkeys(eqn.outvars, cuts + (eqn.primitive.name in CUTS))
+    return found
+
+
 def woven(segment: Sequence[JaxprEqn]) -> set[Var]:
     """What is cut and joined over and over, before and after, as in an associative scan.
 
     XLA writes it, in float32, forward and backward.
     """
-    before: dict[Var, int] = {}  # the cuts that each value comes through
-    after: dict[Var, int] = {}  # the cuts that it goes on through
-    for eqn in segment:
-        cuts = max((before.get(a, 0) for a in eqn.invars if is_var(a)), default=0)
-        before |= dict.fromkeys(eqn.outvars, cuts + (eqn.primitive.name in CUTS))
+    after: dict[Var, int] = {}
     for eqn in reversed(segment):
         cuts = max((after.get(v, 0) for v in eqn.outvars), default=0)
         cuts += eqn.primitive.name in CUTS
         after |= {a: max(cuts, after.get(a, 0)) for a in eqn.invars if is_var(a)}
-    return {v for v, n in before.items() if n and after.get(v) and n + after[v] > MOST_CUTS}
+    before = cuts_before(segment).items()
+    return {v for v, n in before if n and after.get(v) and n + after[v] > MOST_CUTS}
 
 
 def _sums(eqn: JaxprEqn, _: Var) -> bool:
