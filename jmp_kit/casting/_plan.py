@@ -25,6 +25,7 @@ ANEW = "made anew"
 MULTIPLIED = "products take it"
 UPDATED = "state"
 LEADS = "a result or state is made of it"
+WOVEN = "cut and joined over and over"
 SMALL = "small"
 CARRIED = "carried by a loop"
 

@@ -305,20 +305,22 @@ class Planner:
         """What of a segment's results is stored in half, or is not though it goes to products."""
         made_of_rows = normed(segment)
         sums = added(segment, program.products) if program.is_gradient else set()
+        wide = woven(segment) if program.is_gradient else set()
         found = {v for v in made if v in program.depending and v in program.reaching}
         statistics = reduced(segment, program.depends)
         found -= statistics & program.spread
-        found -= woven(segment) if program.is_gradient else set()
         statistics |= program.spread  # what is small beside what is gathered of it is none
         small = {v for v in found & statistics if is_small(v, segment)}
         found = {v for v in found - small if is_float32(v)}
 
         def stored(eqn: JaxprEqn, v: Var) -> Stored:
-            if all(use is not None and self.flow.closes(use) for use in program.uses[v]):
+            closing = [use is not None and self.flow.closes(use) for use in program.uses[v]]
+            if all(closing):
                 return Stored(eqn, self.calls, v, self.half, _plan.MULTIPLIED, Form.CAST)
-            if v in program.whole:
+            is_woven = v in wide and not any(closing)
+            if v in program.whole or is_woven:
                 is_state = program.origins.get(v, 0) & STATE
-                why = _plan.UPDATED if is_state else _plan.LEADS
+                why = _plan.UPDATED if is_state else _plan.WOVEN if is_woven else _plan.LEADS
                 return Stored(eqn, self.calls, v, np.dtype(np.float32), why)
             is_apart = v not in program.summed or v in made_of_rows
             # XLA fuses no sum of the backward pass with what the forward pass made.

@@ -74,15 +74,14 @@ def _first(
     keeps: Callable[..., jax.Array],
 ) -> jax.Array:
     """Of each window, the place in it of its first extremum: int8, of the shape of the windows."""
-    best = place = None
-    for n, start in enumerate(itertools.product(*map(range, window))):
+    values = []
+    for start in itertools.product(*map(range, window)):
         ends = [a + (m - 1) * s + 1 for a, m, s in zip(start, windows, strides, strict=True)]
-        value = lax.slice(x, start, ends, strides)
-        if best is None:
-            best, place = value, jnp.zeros(windows, jnp.int8)
-        else:
-            is_kept = keeps(best, value)
-            best, place = lax.select(is_kept, best, value), jnp.where(is_kept, place, jnp.int8(n))
+        values.append(lax.slice(x, start, ends, strides))
+    best, place = values[0], jnp.zeros(windows, jnp.int8)
+    for n, value in enumerate(values[1:], 1):
+        is_kept = keeps(best, value)
+        best, place = lax.select(is_kept, best, value), jnp.where(is_kept, place, jnp.int8(n))
     is_alone = all(k <= s for k, s in zip(window, strides, strict=True))
     return place if is_alone else lax.optimization_barrier(place)  # several values ask for it
 
