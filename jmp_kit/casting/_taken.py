@@ -37,6 +37,7 @@ class ForwardPass:
         the backward pass take; what others take is stored anyway.
       early: what the forward pass makes that depends on a product.
       results: what may be computed with as it is stored for products, that is rounded.
+      woven: what may be kept in float32, for XLA writes it so in any case.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ForwardPass:
         self.part_of = {id(e): i for i, part in enumerate(parts) for e in part}
         self.made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
         self.maker = makers(parts, flow, self._is_made_again)
+        self.woven = {v for part in parts for v in woven(part)}
 
     def is_late(self, eqn: JaxprEqn) -> bool:
         """Whether it is one of the backward pass."""
@@ -77,7 +79,6 @@ class ForwardPass:
         """What the backward pass takes of the forward pass, and what that is made of."""
         values: dict[Hashable, Value] = {}
         of_rows = {v for part in self.parts for v in normed(part)}
-        self.woven = {v for part in self.parts for v in woven(part)}
         product_of = {v for e in self.eqns if self.flow.is_product(e) for v in e.outvars}
         late = filter(self.is_late, self.eqns)
         pairs = ((a, self.part_of[id(e)]) for e in late for a in e.invars if is_var(a))
@@ -98,10 +99,10 @@ class ForwardPass:
         takers = [e for e in self.uses[v] if e is None or self.part_of[id(e)] != here]
         late = [e for e in takers if e is not None and self.is_late(e)]
         closing = [e for e in self.uses[v] if e is not None and self.flow.closes(e)]
-        is_written = not all(map(_is_fused, closing))
+        is_written = not all(map(_multiplies_a_vector, closing))
         is_read = not all(map(self.from_memory, late))
-        is_summed = any(map(_is_fused, late))
-        is_multiplied = any(self.from_memory(e) and not _is_fused(e) for e in late)
+        is_summed = any(map(_multiplies_a_vector, late))
+        is_multiplied = any(self.from_memory(e) and not _multiplies_a_vector(e) for e in late)
         is_stored = v not in self.maker or len(late) < len(takers)
         is_woven = v in self.woven and not closing
         is_half = bool(closing) or is_product or not (is_woven or is_small(v, self.parts[here]))
@@ -137,8 +138,8 @@ def makers(
     }
 
 
-def _is_fused(eqn: JaxprEqn) -> bool:
-    """Whether XLA makes a sum of it, for it multiplies by vectors, and fuses what it takes."""
+def _multiplies_a_vector(eqn: JaxprEqn) -> bool:
+    """Whether it is a product with a vector: XLA sums it up in a kernel that makes its operand."""
     if eqn.primitive.name != "dot_general":
         return False
     sides = zip(eqn.invars, *eqn.params["dimension_numbers"], strict=True)
