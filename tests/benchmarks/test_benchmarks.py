@@ -294,17 +294,18 @@ def test_half_precision_moves_and_needs_no_more_than_by_hand_as_the_site_says(pr
     assert scattered["bytes_moved"] >= 1.1 * gathered["bytes_moved"]
 
 
-def test_the_readme_tells_the_best_and_the_worst_model(programs):
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_pages_tell_the_best_and_the_worst_model(page, programs):
     own, ours = "XLA's own kernels", "jmp_kit, bfloat16, one line"
     rows = [programs[own, model, ours] for model in ZOO]
-    said = " ".join((report.ROOT / "README.md").read_text().split())
+    said = " ".join((report.ROOT / page).read_text().split())
     for key, sentence in (
         ("temporary_mib_ratio", "need {} to {} times as much temporary memory"),
         ("bytes_moved_ratio", "read and write {} to {} times as many bytes"),
     ):
         ratios = [row[key] for row in rows]
         assert sentence.format(f"{min(ratios):.2f}", f"{max(ratios):.2f}") in said
-    assert sum(row["bytes_moved_ratio"] <= 1 for row in rows) >= 9
+    assert sum(row["bytes_moved_ratio"] > 1 for row in rows) == 1
 
 
 def test_float8_takes_as_long_as_its_page_says(programs):
@@ -312,7 +313,7 @@ def test_float8_takes_as_long_as_its_page_says(programs):
     for kernels, most in (("XLA's own kernels", 0.7), ("the libraries' kernels", 0.75)):
         for model in WIDE:
             row = programs[f"float8, {kernels}", model, ours]
-            assert row["estimated_ms_ratio"] <= most
+            assert round(row["estimated_ms_ratio"], 2) <= most  # as the page says it
 
 
 def test_the_zoo_is_compiled_in_three_ways_with_both_kinds_of_kernels(programs):
