@@ -13,11 +13,10 @@ from jmp_kit.casting import _loops as loops
 from jmp_kit.casting import _plan
 from jmp_kit.casting._accumulated import is_accumulated
 from jmp_kit.casting._biases import bias_of
-from jmp_kit.casting._float8 import in_float8, is_scaled_at_once
-from jmp_kit.casting._inline import inlined
-from jmp_kit.casting._joined import added, joined, summed_first
+from jmp_kit.casting._float8 import is_scaled_at_once
+from jmp_kit.casting._joined import added, joined
 from jmp_kit.casting._operands import rounded_twice
-from jmp_kit.casting._parts import acts, is_barrier, parts_of, split_at, sunk
+from jmp_kit.casting._parts import acts, is_barrier, split_at
 from jmp_kit.casting._passes import passes
 from jmp_kit.casting._plan import (
     Barrier,
@@ -31,14 +30,8 @@ from jmp_kit.casting._plan import (
     Step,
     Stored,
 )
-from jmp_kit.casting._pools import pooled
-from jmp_kit.casting._repeat import repeating
-from jmp_kit.casting._scaled import scaled_last
-from jmp_kit.casting._scans import repeating_scans
+from jmp_kit.casting._rewritten import is_gradient, repeated, scaling
 from jmp_kit.casting._state import STATE, Origins, States
-from jmp_kit.casting._sums import shared
-from jmp_kit.casting._turned import fronted, turned
-from jmp_kit.casting._undone import undone
 from jmp_kit.casting._worth import (
     costly,
     is_kept,
@@ -127,8 +120,8 @@ class Planner:
 
     def plan(self, jaxpr: Jaxpr, known: Known) -> Plan:
         """What is to become of a program."""
-        jaxpr = self._in_float8(jaxpr)
-        jaxpr, parts = self._repeated(jaxpr, known.depends, known.reaches)
+        jaxpr = scaling(jaxpr, self.flow, self.float8_by_size, self.half)
+        jaxpr, parts = repeated(jaxpr, self.flow, self.price, known.depends, known.reaches)
         program = self._read(jaxpr, known)
         stepping = program.states.steps(jaxpr)
         steps: list[Step] = []
@@ -145,36 +138,6 @@ class Planner:
                 steps += self._parts(program, moving, there)
             there.update(v for e in part for v in e.outvars)
         return Plan(jaxpr, steps)
-
-    def _in_float8(self, jaxpr: Jaxpr) -> Jaxpr:
-        if self.float8_by_size is None:
-            return jaxpr
-        if _is_gradient(jaxpr):  # where a product is found beside those of its derivatives
-            jaxpr = turned(inlined(jaxpr), self.flow)
-        return in_float8(jaxpr, self.flow, self.float8_by_size, self.half)
-
-    def _repeated(
-        self, jaxpr: Jaxpr, depends: Sequence[bool], reaches: Sequence[bool]
-    ) -> tuple[Jaxpr, list[list[JaxprEqn]]]:
-        """The program, its backward pass with equations that make again what it takes."""
-        if self.price is None or not _is_gradient(jaxpr):
-            return jaxpr, parts_of(jaxpr.eqns, self.flow)
-
-        def is_late(eqn: JaxprEqn) -> bool:
-            return is_backward(stack_of(eqn))
-
-        jaxpr = turned(repeating_scans(inlined(jaxpr), self.flow, depends), self.flow)
-        jaxpr = pooled(scaled_last(fronted(jaxpr, self.flow)))
-        jaxpr, rounded = undone(jaxpr, self.flow, is_late)
-        jaxpr = shared(jaxpr, is_late)
-        depending = self.flow.depending(jaxpr, depends)
-        uses = uses_of(jaxpr)
-        parts = parts_of(jaxpr.eqns, self.flow)
-        parts = sunk(parts, self.flow, uses, is_late)
-        parts = list(filter(None, summed_first(parts, self.flow, uses, is_late)))
-        reaching = self.flow.reaching(jaxpr, reaches)
-        parts = list(repeating(parts, self.flow, depending, reaching, uses, rounded, self.price))
-        return jaxpr.replace(eqns=[eqn for part in parts for eqn in part]), parts
 
     def _read(self, jaxpr: Jaxpr, known: Known) -> Program:
         depending = self.flow.depending(jaxpr, known.depends)
@@ -197,7 +160,7 @@ class Planner:
             spread(jaxpr, self.flow),
             uses_of(jaxpr),
             states,
-            self.price is not None and _is_gradient(jaxpr),
+            self.price is not None and is_gradient(jaxpr),
         )
 
     def _apart(
@@ -385,10 +348,6 @@ class Planner:
             self.flow.body_outputs(body, known.reaches),
             self.states.body_outputs(body, known.whole, origins),
         )
-
-
-def _is_gradient(jaxpr: Jaxpr) -> bool:
-    return any(is_backward(stack_of(e)) for e in jaxpr.eqns)
 
 
 def _with_its_backward_pass(jaxpr: Jaxpr) -> Jaxpr:

@@ -1,0 +1,68 @@
+"""A program rewritten before it is planned: for float8, and for what its backward pass takes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jmp_kit.casting._float8 import in_float8
+from jmp_kit.casting._inline import inlined
+from jmp_kit.casting._joined import summed_first
+from jmp_kit.casting._parts import parts_of, sunk
+from jmp_kit.casting._pools import pooled
+from jmp_kit.casting._repeat import repeating
+from jmp_kit.casting._scaled import scaled_last
+from jmp_kit.casting._scans import repeating_scans
+from jmp_kit.casting._sums import shared
+from jmp_kit.casting._turned import fronted, turned
+from jmp_kit.casting._undone import undone
+from jmp_kit.programs._flow import Flow
+from jmp_kit.programs._jaxpr import uses_of
+from jmp_kit.programs._marks import is_backward, stack_of
+
+
+def is_gradient(jaxpr: Jaxpr) -> bool:
+    """Whether the program holds its backward pass."""
+    return any(map(_is_late, jaxpr.eqns))
+
+
+def scaling(jaxpr: Jaxpr, flow: Flow, by_size: bool | None, half: np.dtype) -> Jaxpr:
+    """The program, its large products written in float8, if they are to be."""
+    if by_size is None:
+        return jaxpr
+    if is_gradient(jaxpr):  # where a product is found beside those of its derivatives
+        jaxpr = turned(inlined(jaxpr), flow)
+    return in_float8(jaxpr, flow, by_size, half)
+
+
+def repeated(
+    jaxpr: Jaxpr,
+    flow: Flow,
+    price: float | None,
+    depends: Sequence[bool],
+    reaches: Sequence[bool],
+) -> tuple[Jaxpr, list[list[JaxprEqn]]]:
+    """The program and its parts, its backward pass with equations that make again what it takes.
+
+    Args:
+      price: see `Planner`.
+      depends: of each argument, whether it depends on a product.
+      reaches: of each result, whether a product can be reached from it.
+    """
+    if price is None or not is_gradient(jaxpr):
+        return jaxpr, parts_of(jaxpr.eqns, flow)
+    jaxpr = turned(repeating_scans(inlined(jaxpr), flow, depends), flow)
+    jaxpr = pooled(scaled_last(fronted(jaxpr, flow)))
+    jaxpr, rounded = undone(jaxpr, flow, _is_late)
+    jaxpr = shared(jaxpr, _is_late)
+    depending = flow.depending(jaxpr, depends)
+    uses = uses_of(jaxpr)
+    parts = sunk(parts_of(jaxpr.eqns, flow), flow, uses, _is_late)
+    parts = list(filter(None, summed_first(parts, flow, uses, _is_late)))
+    reaching = flow.reaching(jaxpr, reaches)
+    parts = list(repeating(parts, flow, depending, reaching, uses, rounded, price))
+    return jaxpr.replace(eqns=[eqn for part in parts for eqn in part]), parts
+
+
+def _is_late(eqn: JaxprEqn) -> bool:
+    return is_backward(stack_of(eqn))
