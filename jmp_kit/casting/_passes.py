@@ -136,7 +136,7 @@ class _Segment:
             return eqn.primitive.name in _CALLS and all(map(self._is_fused, inside))
         if eqn.primitive.name in _MOVES:
             return True
-        if eqn.primitive.name == "optimization_barrier":
+        if eqn.primitive.name == "optimization_barrier":  # it has its operand stored
             return False
         if eqn.primitive.name in _REDUCES:
             [operand], [result] = eqn.invars, eqn.outvars

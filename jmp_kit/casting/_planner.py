@@ -30,7 +30,7 @@ from jmp_kit.casting._plan import (
     Step,
     Stored,
 )
-from jmp_kit.casting._rewritten import is_gradient, repeated, scaling
+from jmp_kit.casting._rewritten import is_gradient, repeated, with_float8
 from jmp_kit.casting._state import STATE, Origins, States
 from jmp_kit.casting._worth import (
     costly,
@@ -120,7 +120,7 @@ class Planner:
 
     def plan(self, jaxpr: Jaxpr, known: Known) -> Plan:
         """What is to become of a program."""
-        jaxpr = scaling(jaxpr, self.flow, self.float8_by_size, self.half)
+        jaxpr = with_float8(jaxpr, self.flow, self.float8_by_size, self.half)
         jaxpr, parts = repeated(jaxpr, self.flow, self.price, known.depends, known.reaches)
         program = self._read(jaxpr, known)
         stepping = program.states.steps(jaxpr)

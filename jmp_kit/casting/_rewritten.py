@@ -26,7 +26,7 @@ def is_gradient(jaxpr: Jaxpr) -> bool:
     return any(map(_is_late, jaxpr.eqns))
 
 
-def scaling(jaxpr: Jaxpr, flow: Flow, by_size: bool | None, half: np.dtype) -> Jaxpr:
+def with_float8(jaxpr: Jaxpr, flow: Flow, by_size: bool | None, half: np.dtype) -> Jaxpr:
     """The program, its large products written in float8, if they are to be."""
     if by_size is None:
         return jaxpr

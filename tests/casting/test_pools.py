@@ -116,6 +116,19 @@ def test_a_network_learns_as_well_as_with_what_is_scattered():
     assert error(found) <= 1.1 * error(scattering)
 
 
+def test_a_network_trains_in_less_memory_on_this_device_too(monkeypatch):
+    params = jax.eval_shape(lambda: parameters(32, 32))
+    x = jax.ShapeDtypeStruct((64, 32, 32, 3), jnp.float32)
+
+    def temporary():
+        step = jax.jit(autocast(step_of(network), "mixed_bfloat16"))
+        return step.lower(params, x).compile().memory_analysis().temp_size_in_bytes
+
+    asking = temporary()
+    monkeypatch.setattr("jmp_kit.casting._rewritten.pooled", lambda jaxpr: jaxpr)
+    assert asking <= 0.8 * temporary()
+
+
 def test_devices_that_share_a_batch_learn_the_same():
     params, x = parameters(16, 8), jax.random.normal(jax.random.key(3), (8, 16, 16, 3))
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
