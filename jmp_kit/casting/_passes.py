@@ -212,9 +212,10 @@ class _Segment:
         if eqn.primitive.name in _REDUCES and self._is_big(eqn.invars[0]):
             sources = self._fresh(cone)
             key = eqn.primitive.name, shape_of(eqn.invars[0]), tuple(eqn.params["axes"])
+            is_scale = is_rounding(eqn)  # XLA finds it where what is rounded is made
             is_dear = any(is_costly(e) and any(map(self._is_big, e.outvars)) for e in cone.eqns)
-            is_apart = len(sources) > 1 or self._is_combined(cone)
-            is_apart &= not is_along_rows(eqn) or is_rounding(eqn)
+            is_apart = len(sources) > 1 or (self._is_combined(cone) and not is_scale)
+            is_apart &= not is_along_rows(eqn) or is_scale
             is_apart |= is_dear
             is_apart &= self._is_worth_it(cone, eqn.invars[0])
             return Pass(level, key, frozenset(sources), is_apart=is_apart)

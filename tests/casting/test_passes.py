@@ -12,6 +12,8 @@ import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import plans_of
 from jmp_kit.casting._plan import Form, Part
+from jmp_kit.programs._jaxpr import is_along_rows
+from jmp_kit.programs._marks import is_backward, stack_of
 from tests.casting.stream import step_of
 from tests.casting.zoo import mean_square
 
@@ -228,6 +230,21 @@ def test_what_is_dear_and_summed_up_is_a_pass_of_its_own():
     made = [piece.results for part in parts for piece in part.segment]
     assert late
     assert all([v] in made for v in late)
+
+
+def test_the_scales_of_a_cotangent_s_rows_are_found_where_it_is_made():
+    """Though the other operand's scale is a factor: its own pass would read all of it again."""
+
+    def loss_fn(params, x):
+        return mean_square(jax.nn.gelu(x @ params[0] + params[1]) @ params[2])
+
+    args = (jnp.eye(256), jnp.ones(256), jnp.eye(256)), jnp.ones((512, 256))
+    plans = plans_of(jax.grad(loss_fn), "mixed_bfloat16", *args, rules={"": "float8"})
+    steps = [step for plan in plans for step in plan.steps if isinstance(step, Part)]
+    made = [(piece.eqns[-1], piece.apart) for step in steps for piece in step.segment]
+    scales = [(e, apart) for e, apart in made if e.primitive.name == "reduce_max"]
+    rows = [apart for e, apart in scales if is_backward(stack_of(e)) and is_along_rows(e)]
+    assert rows == [[]]
 
 
 def test_no_sign_is_within_a_sum_along_rows(monkeypatch):
