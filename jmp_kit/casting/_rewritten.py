@@ -13,6 +13,7 @@ from jmp_kit.casting._pools import pooled
 from jmp_kit.casting._repeat import repeating
 from jmp_kit.casting._scaled import scaled_last
 from jmp_kit.casting._scans import repeating_scans
+from jmp_kit.casting._scattered import added_up
 from jmp_kit.casting._sums import shared
 from jmp_kit.casting._turned import fronted, turned
 from jmp_kit.casting._undone import undone
@@ -52,7 +53,7 @@ def repeated(
     if price is None or not is_gradient(jaxpr):
         return jaxpr, parts_of(jaxpr.eqns, flow)
     jaxpr = turned(repeating_scans(inlined(jaxpr), flow, depends), flow)
-    jaxpr = pooled(scaled_last(fronted(jaxpr, flow)))
+    jaxpr = added_up(pooled(scaled_last(fronted(jaxpr, flow))))
     jaxpr, rounded = undone(jaxpr, flow, _is_late)
     jaxpr = shared(jaxpr, _is_late)
     depending = flow.depending(jaxpr, depends)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting._pools import pooled
-from jmp_kit.programs import every_equation
+from tests.casting.rewriting import holds, rewritten
 from tests.casting.stream import step_of
 from tests.casting.zoo import mean_square
 
@@ -25,20 +25,8 @@ def pool(x, window, strides, padding="SAME", extremum="max"):
     return lax.reduce_window(x, outside, compute, *around, padding)
 
 
-def scatters(fun, *args):
-    eqns = every_equation(jax.make_jaxpr(fun)(*args).jaxpr)
-    return any(eqn.primitive.name == "select_and_scatter_add" for eqn, _ in eqns)
-
-
-def without_scatter(fun):
-    def function(*args):
-        closed = jax.make_jaxpr(fun)(*args)
-        jaxpr = pooled(closed.jaxpr)
-        return jax.extend.core.jaxpr_as_fun(jax.extend.core.ClosedJaxpr(jaxpr, closed.consts))(
-            *args
-        )
-
-    return function
+scatters = functools.partial(holds, "select_and_scatter_add")
+without_scatter = functools.partial(rewritten, rewriting=pooled)
 
 
 @pytest.mark.parametrize("extremum", EXTREMA)
