@@ -33,7 +33,7 @@ def evaluated(plan: Plan, consts: Sequence[Any], args: Sequence[Any]) -> list[An
             case Barrier(eqn):
                 env.update(zip(eqn.outvars, _behind(step, env), strict=True))
             case Fixed(piece):
-                env.update(_piece(jaxpr, piece, env))
+                env.update(_piece(jaxpr, piece, env, {}))
             case Part():
                 _part(jaxpr, step, env)
             case Call(eqn):
@@ -55,11 +55,19 @@ def _behind(barrier: Barrier, env: Mapping[Var, Any]) -> Sequence[Any]:
     return on_cpus
 
 
-def _piece(jaxpr: Jaxpr, piece: Piece, env: Mapping[Var, Any]) -> dict[Var, Any]:
+def _piece(
+    jaxpr: Jaxpr, piece: Piece, env: Mapping[Var, Any], behind: dict[tuple[Var, ...], Any]
+) -> dict[Var, Any]:
+    """The results of a piece.
+
+    Args:
+      behind: the barriers that are there. XLA takes two of the same values for one.
+    """
     env = dict(env)
-    if piece.apart:
-        fresh = lax.optimization_barrier([env[v] for v in piece.apart])
-        env.update(zip(piece.apart, fresh, strict=True))
+    if apart := tuple(piece.apart):
+        before = behind.get(apart) or [env[v] for v in apart]
+        behind[apart] = lax.optimization_barrier(before)
+        env.update(zip(apart, behind[apart], strict=True))
     for eqn in piece.moved:
         operands = (_read(a, env) for a in eqn.invars if is_var(a) and is_float32(a))
         dtype = jnp.result_type(*operands)
@@ -77,8 +85,9 @@ def _part(jaxpr: Jaxpr, part: Part, env: Env) -> None:
 
     def results(*args: Any) -> list[Any]:
         values = dict(zip(invars, args, strict=True))
+        behind: dict[tuple[Var, ...], Any] = {}
         for piece in part.segment:
-            for v, x in _piece(jaxpr, piece, values).items():
+            for v, x in _piece(jaxpr, piece, values, behind).items():
                 if v in part.stored:
                     with _named(part.stored[v].eqn):
                         x = _stored(x, part.stored[v])

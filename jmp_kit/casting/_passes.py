@@ -38,6 +38,9 @@ _MOVES = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", 
 _MOVES |= {"concatenate", "pad", "iota", "split", "select_n", "clamp", "convert_element_type"}
 _REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 
+# What XLA makes of several values in one kernel.
+_JOINS = {"concatenate", "pad"}
+
 # What moves values as they are.
 _EXACT = {"reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "rev"}
 _EXACT |= {"concatenate", "pad", "gather", "dynamic_slice", "broadcast_in_dim"}
@@ -118,9 +121,11 @@ class _Segment:
         # What ends a pass, for whoever takes it: all but what a pass of its own makes again.
         ends = {v for v, e in self.maker.items() if not self._is_fused(e) and not self._is_row(e)}
         self.stops = ends | self.rounded
+        self.joined: Set[Var] = frozenset()
+        self.joined = self._joined(segment)
         wanted = [v for v in made if v in self.maker]
         statistics = self._statistics([*ends, *(v for v in wanted if not self._is_big(v))])
-        every = ends.union(self.rounded, wanted, statistics)
+        every = ends.union(self.rounded, self.joined, wanted, statistics)
         self.statistics = statistics
         self.roots = [v for e in segment for v in e.outvars if v in every]
         self.passes: dict[Var, Pass] = {}
@@ -158,6 +163,23 @@ class _Segment:
             and not is_rounding(eqn)
         )
 
+    def _joined(self, segment: Sequence[JaxprEqn]) -> Set[Var]:
+        """What is joined with others that the same dear functions go into.
+
+        XLA makes neither twice in one kernel, but writes such a function in float32: the cotangents
+        of a gate and of what it lets through, say.
+        """
+        takers: dict[tuple[int, int], set[Var]] = collections.defaultdict(set)
+        for join in [e for e in segment if e.primitive.name in _JOINS]:
+            for v in (a for a in join.invars if is_var(a) and a in self.maker and self._is_big(a)):
+                for eqn in self.cone(v, self.stops).eqns:
+                    if is_costly(eqn) and any(map(self._is_big, eqn.outvars)):
+                        takers[id(eqn), size_of(join.outvars[0])].add(v)
+        # Beside each other, that is: what is added to itself, moved, is another matter.
+        beside = ((size, several) for (_, size), several in takers.items())
+        found = [vs for size, vs in beside if len(vs) > 1 and sum(map(size_of, vs)) <= size]
+        return set().union(*found)
+
     def _is_extremum(self, eqn: JaxprEqn) -> bool:
         """Whether it is the largest value of a row that is rounded by it."""
         return eqn.primitive.name in _REDUCES and is_rounding(eqn) and is_along_rows(eqn)
@@ -184,6 +206,8 @@ class _Segment:
     def cone(self, root: Var, stops: set[Var]) -> Cone:
         """What it is made of, back to what the segment takes, or a pass before this one makes."""
         last = self.maker[root]
+        if last.primitive.name not in _REDUCES:  # that may make it again
+            stops = stops | self.joined
         eqns, sources = traced_back(list(filter(is_var, last.invars)), self.maker, stops)
         made = {**eqns, id(last): last}
         return Cone([made[i] for i in sorted(made, key=self.place.__getitem__)], list(sources))
@@ -220,7 +244,8 @@ class _Segment:
             is_apart &= self._is_worth_it(cone, eqn.invars[0])
             return Pass(level, key, frozenset(sources), is_apart=is_apart)
         costly = (size_of(v) for e in cone.eqns if is_costly(e) for v in e.outvars)
-        if root in self.summed and max(costly, default=0) >= size_of(root):
+        is_dear = root in self.summed and max(costly, default=0) >= size_of(root)
+        if is_dear or (root in self.joined and self._is_worth_it(cone, root)):
             return Pass(level, (root,), is_apart=True)
         is_whole = not self._is_fused(eqn) and eqn.primitive.name not in _REDUCES
         return Pass(level, (id(eqn),) if is_whole else ())
