@@ -8,9 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.casting._worth import normed
+from jmp_kit.casting._worth import normed, reduces
 from jmp_kit.programs._flow import SUMS, Flow
-from jmp_kit.programs._jaxpr import Atom, is_float32, is_small, is_var, size_of, traced_back
+from jmp_kit.programs._jaxpr import (
+    Atom,
+    is_along_rows,
+    is_float32,
+    is_small,
+    is_var,
+    size_of,
+    traced_back,
+)
 from jmp_kit.programs._marks import is_backward, stack_of
 
 # Of these, what more than one takes is stored.
@@ -18,7 +26,7 @@ _JOINS = SUMS | {"select_n"}
 # What a value goes through as it is.
 MOVES = {"reshape", "transpose", "neg", "convert_element_type", "squeeze"}
 # What XLA adds in the kernel of a product, and what may be between.
-_ADDS, _MOVES = SUMS - {"sub"}, {"reshape", "squeeze"}
+_ADDS, MOVED = SUMS - {"sub"}, {"reshape", "squeeze"}
 
 
 def joined(
@@ -73,7 +81,7 @@ def added(segment: Sequence[JaxprEqn], products: Set[Var]) -> set[Var]:
     given, found = set(products), set[Var]()  # what products give also as it is moved
     for eqn in segment:
         operands = list(filter(is_var, eqn.invars))
-        if eqn.primitive.name in _MOVES and not given.isdisjoint(operands):
+        if eqn.primitive.name in MOVED and not given.isdisjoint(operands):
             given.update(eqn.outvars)
         elif eqn.primitive.name in _ADDS and len(operands) == 2:
             terms = found | given
@@ -82,6 +90,31 @@ def added(segment: Sequence[JaxprEqn], products: Set[Var]) -> set[Var]:
             if from_outside and len(sizes) == 1 and not terms.isdisjoint(operands):
                 found.update(filter(is_float32, eqn.outvars))
     return found
+
+
+def streams(
+    part: Sequence[JaxprEqn],
+    flow: Flow,
+    products: Set[Var],
+    uses: Mapping[Var, Sequence[JaxprEqn | None]],
+) -> set[Var]:
+    """Such sums of the forward pass that several passes before its next products take.
+
+    A norm that sums up over other axes than rows goes over them twice, and its backward pass, too.
+    """
+    closing = [e for e in part if flow.closes(e)]
+    if all(is_backward(stack_of(e)) for e in closing):
+        return set()
+    segment = [e for e in part if not flow.closes(e) and not is_backward(stack_of(e))]
+    summed = {size_of(e.invars[0]) for e in segment if reduces(e) and not is_along_rows(e)}
+
+    def takers(v: Var) -> int:
+        moved = (e for e in uses[v] if e is not None and e.primitive.name in MOVED)
+        return len(uses[v]) + sum(takers(e.outvars[0]) - 1 for e in moved)
+
+    moves = {v for e in segment if e.primitive.name in MOVED for v in e.outvars}
+    sums = {v for v in added(segment, products) - moves if size_of(v) in summed}
+    return {v for v in sums if takers(v) > 1 and not is_small(v, segment)}
 
 
 def summed_first(
@@ -109,4 +142,4 @@ def summed_first(
 
 def is_sum(part: Sequence[JaxprEqn]) -> bool:
     """Whether it is a part of such sums alone."""
-    return {e.primitive.name for e in part} <= _ADDS | _MOVES
+    return {e.primitive.name for e in part} <= _ADDS | MOVED

@@ -14,7 +14,7 @@ from jmp_kit.casting import _plan
 from jmp_kit.casting._accumulated import is_accumulated
 from jmp_kit.casting._biases import bias_of
 from jmp_kit.casting._float8 import is_scaled_at_once
-from jmp_kit.casting._joined import added, joined
+from jmp_kit.casting._joined import added, joined, streams
 from jmp_kit.casting._operands import rounded_twice
 from jmp_kit.casting._parts import acts, is_barrier, split_at
 from jmp_kit.casting._passes import passes
@@ -194,6 +194,7 @@ class Planner:
         leaving = multiplied.union(results)
         if program.is_gradient:
             leaving.update(joined(segment, program.uses))
+            leaving.update(streams(moving, self.flow, program.products, program.uses))
             leaving.update(rounded_twice(segment) if self.float8_by_size is not None else ())
         made = [v for e in segment for v in e.outvars if v in leaving]
         stored = self._stored(program, segment, made)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._again import Value
+from jmp_kit.casting._joined import MOVED, streams
 from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._worth import CUTS, is_kept, normed, reduces, woven
@@ -37,6 +38,7 @@ class ForwardPass:
         the backward pass take; what others take is stored anyway.
       early: what the forward pass makes that depends on a product.
       results: what may be computed with as it is stored for products, that is rounded.
+      streams: what is stored for what takes it in its own segment.
       woven: what may be kept in float32, for XLA writes it so in any case.
     """
 
@@ -56,6 +58,8 @@ class ForwardPass:
         self.part_of = {id(e): i for i, part in enumerate(parts) for e in part}
         self.made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
         self.maker = makers(parts, flow, self._is_made_again)
+        products = {v for e in self.eqns if flow.is_product(e) for v in e.outvars}
+        self.streams = {v for part in parts for v in streams(part, flow, products, uses)}
         self.woven = {v for part in parts for v in woven(part)}
 
     def is_late(self, eqn: JaxprEqn) -> bool:
@@ -103,7 +107,7 @@ class ForwardPass:
         is_read = not all(map(self.from_memory, late))
         is_summed = any(map(_multiplies_a_vector, late))
         is_multiplied = any(self.from_memory(e) and not _multiplies_a_vector(e) for e in late)
-        is_stored = v not in self.maker or len(late) < len(takers)
+        is_stored = v not in self.maker or v in self.streams or len(late) < len(takers)
         is_woven = v in self.woven and not closing
         is_half = bool(closing) or is_product or not (is_woven or is_small(v, self.parts[here]))
         is_half &= is_float32(v)
@@ -121,7 +125,20 @@ class ForwardPass:
         else:
             stored = is_stored or bool(closing) or is_woven
             is_rounded = is_half and not stored
+            stored &= not (is_product and self._is_added(v))
             yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
+
+    def _is_added(self, v: Var) -> bool:
+        """Whether XLA adds to it in its product's kernel, and writes the sum alone."""
+        early = [e for e in self.uses[v] if e is None or not self.is_late(e)]
+        return bool(early) and all(
+            e is not None
+            and (
+                e.outvars[0] in self.streams
+                or (e.primitive.name in MOVED and self._is_added(e.outvars[0]))
+            )
+            for e in early
+        )
 
 
 def makers(

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import Literal
 
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import plans_of
-from jmp_kit.casting._plan import Form, Part
+from jmp_kit.casting._plan import Barrier, Form, Part
+from jmp_kit.programs import every_equation
 from jmp_kit.programs._jaxpr import is_along_rows
 from jmp_kit.programs._marks import is_backward, stack_of
 from tests.casting.stream import step_of
@@ -301,6 +303,80 @@ def test_a_chain_of_convolutions_adds_cotangents_in_half():
     sums = [s.form for s in plan.every_stored() if s.eqn.primitive.name == "add_any"]
     # Up to JAX 0.10, the derivative of tanh is such a sum, too, which only products take.
     assert [form for form in sums if form is not Form.CAST] == [Form.ADDED, Form.ADDED]
+
+
+def convolved(x, w):
+    return jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def before_norms(params, x):
+    """A residual stream that ends in a norm, of which two convolutions are the next layer."""
+    x = convolved(x, params["in"])
+    x = x + convolved(group_norm(x), params["up"])
+    y = group_norm(x)
+    return mean_square(convolved(y, params["out"]) + convolved(y, params["skip"]))
+
+
+def test_a_stream_that_only_a_norm_takes_is_stored_once():
+    """And not both of what it is the sum of, which each pass of the norm would read."""
+    names = ("in", "up", "out", "skip")
+    params = {name: jnp.ones((1, 1, 64, 64)) for name in names}
+    x = jnp.ones((8, 32, 32, 64))
+    [plan] = plans_of(jax.value_and_grad(before_norms), "mixed_bfloat16", params, x)
+    added = [s.eqn for s in plan.every_stored() if s.form is Form.ADDED]
+    [stream] = [e for e in added if e.primitive.name == "add"]
+    kept = {a for step in plan.steps if isinstance(step, Barrier) for a in step.eqn.invars}
+    assert stream.outvars[0] in kept
+    assert len(kept.intersection(stream.invars)) == 1  # the stream before it, for its own norm
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_a_stream_that_only_a_norm_takes_costs_an_h200_no_kernel(monkeypatch):
+    """The convolution before it adds it, and each pass reads one value for two."""
+    weights = dict.fromkeys(("in", "up", "out", "skip"), (1, 1, 256, 256))
+    image = 2 * 64 * 32 * 32 * 256
+    found = compiled(before_norms, weights, (64, 32, 32, 256)).nbytes
+    monkeypatch.setattr("jmp_kit.casting._planner.streams", lambda *_: set())
+    monkeypatch.setattr("jmp_kit.casting._taken.streams", lambda *_: set())
+    assert found <= compiled(before_norms, weights, (64, 32, 32, 256)).nbytes - 3 * image
+
+
+def gated(params, x):
+    up, gate = jnp.split(x @ params["in"] + params["bias"], 2, -1)
+    return mean_square(jnp.tanh(up) * jax.nn.sigmoid(gate) @ params["out"])
+
+
+def test_cotangents_of_a_gate_share_nothing_dear():
+    """XLA would write it for both, in float32. It takes two barriers of the same for one."""
+    params = {"in": jnp.ones((64, 256)), "bias": jnp.ones(256), "out": jnp.ones((128, 64))}
+    args = params, jnp.ones((1024, 64))
+    [plan] = plans_of(jax.value_and_grad(gated), "mixed_bfloat16", *args)
+    segments = [step.segment for step in plan.steps if isinstance(step, Part)]
+    [(join, halves)] = [
+        (piece, segment)
+        for segment in segments
+        for piece in segment
+        if piece.eqns[-1].primitive.name == "concatenate"
+    ]
+    joined = [p for p in halves if p.results[0] in join.eqns[-1].invars]
+    assert [bool(p.apart) for p in (*joined, join)] == [True, True, False]
+    step = autocast(jax.value_and_grad(gated), "mixed_bfloat16")
+    eqns = every_equation(jax.make_jaxpr(step)(*args).jaxpr)
+    barriers = [e.invars for e, _ in eqns if e.primitive.name == "optimization_barrier"]
+    held = [tuple(map(id, invars)) for invars in barriers if not isinstance(invars[0], Literal)]
+    assert len(held) == len(set(held)) >= 3
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_cotangents_of_a_gate_are_one_kernel_for_an_h200(monkeypatch):
+    shapes = {"in": (256, 512), "bias": (512,), "out": (256, 256)}
+    found = compiled(gated, shapes, (65536, 256)).nbytes
+    monkeypatch.setattr("jmp_kit.casting._passes._Segment._joined", lambda *_: set())
+    assert found <= compiled(gated, shapes, (65536, 256)).nbytes - 2 * 2 * 65536 * 256
 
 
 def test_what_is_small_only_beside_what_is_gathered_of_it_is_stored_in_half():
