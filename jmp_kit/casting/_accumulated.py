@@ -12,6 +12,9 @@ from jmp_kit.casting._joined import MOVES
 from jmp_kit.programs._flow import SUMS
 from jmp_kit.programs._jaxpr import is_var, shape_of
 
+# The gradient of joined weights is cut apart.
+_CUTS = {"split", "slice"}
+
 Uses = Mapping[Var, Sequence[JaxprEqn | None]]
 
 
@@ -31,5 +34,5 @@ def _adds(eqn: JaxprEqn, gradient: Var, collects: Callable[[Var], bool]) -> bool
 def _goes_on(eqn: JaxprEqn, uses: Uses, collects: Callable[[Var], bool]) -> bool:
     first, *factors = eqn.invars
     is_scaled = eqn.primitive.name in ("mul", "div") and not any(map(shape_of, factors))
-    is_same = is_scaled or eqn.primitive.name in MOVES
-    return is_var(first) and is_same and is_accumulated(eqn.outvars[0], uses, collects)
+    is_same = is_scaled or eqn.primitive.name in MOVES | _CUTS
+    return is_var(first) and is_same and all(is_accumulated(v, uses, collects) for v in eqn.outvars)

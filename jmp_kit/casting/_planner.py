@@ -32,6 +32,7 @@ from jmp_kit.casting._plan import (
 )
 from jmp_kit.casting._rewritten import is_gradient, repeated, with_float8
 from jmp_kit.casting._state import STATE, Origins, States
+from jmp_kit.casting._turned import fronted
 from jmp_kit.casting._worth import (
     costly,
     is_kept,
@@ -121,7 +122,11 @@ class Planner:
     def plan(self, jaxpr: Jaxpr, known: Known) -> Plan:
         """What is to become of a program."""
         jaxpr = with_float8(jaxpr, self.flow, self.float8_by_size, self.half)
-        jaxpr, parts = repeated(jaxpr, self.flow, self.price, known.depends, known.reaches)
+        if self.calls and is_backward(stack_of(self.calls[-1], self.calls[:-1])):
+            jaxpr = fronted(jaxpr, self.flow)  # or XLA has no float32 sum of halves on CPUs
+        jaxpr, parts = repeated(
+            jaxpr, self.flow, self.price, known.depends, known.reaches, self.is_summed_wide
+        )
         program = self._read(jaxpr, known)
         stepping = program.states.steps(jaxpr)
         steps: list[Step] = []
@@ -237,7 +242,8 @@ class Planner:
 
         def collects(v: Var) -> bool:
             is_state = bool(program.origins.get(v, 0) & STATE)
-            return v in program.scattered or (is_repeated and is_state)
+            begun = v in program.scattered or v in program.constant  # with zeros, before a loop
+            return begun or (is_repeated and is_state)
 
         for eqn in products if self.is_summed_wide else ():
             v, half = eqn.outvars[0], self._dtype_of(eqn)

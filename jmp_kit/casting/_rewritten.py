@@ -6,6 +6,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp_kit.casting._float8 import in_float8
+from jmp_kit.casting._hoisted import hoisted
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._joined import summed_first
 from jmp_kit.casting._parts import parts_of, sunk
@@ -42,6 +43,7 @@ def repeated(
     price: float | None,
     depends: Sequence[bool],
     reaches: Sequence[bool],
+    is_summed_wide: bool,
 ) -> tuple[Jaxpr, list[list[JaxprEqn]]]:
     """The program and its parts, its backward pass with equations that make again what it takes.
 
@@ -49,10 +51,12 @@ def repeated(
       price: see `Planner`.
       depends: of each argument, whether it depends on a product.
       reaches: of each result, whether a product can be reached from it.
+      is_summed_wide: whether gradients of weights are, or sums over all rounds would be rounded.
     """
     if price is None or not is_gradient(jaxpr):
         return jaxpr, parts_of(jaxpr.eqns, flow)
-    jaxpr = turned(repeating_scans(inlined(jaxpr), flow, depends), flow)
+    jaxpr = repeating_scans(inlined(jaxpr), flow, depends)
+    jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = added_up(pooled(scaled_last(fronted(jaxpr, flow))))
     jaxpr, rounded = undone(jaxpr, flow, _is_late)
     jaxpr = shared(jaxpr, _is_late)

@@ -33,7 +33,7 @@ from jmp_kit.programs._marks import called, is_backward, stack_of
 Uses = Mapping[Var, Sequence[JaxprEqn | None]]
 
 
-class _Scan(NamedTuple):
+class Scan(NamedTuple):
     """A scan: its operands, and its results, each beside the variable of its body."""
 
     eqn: JaxprEqn
@@ -56,7 +56,7 @@ class _Scan(NamedTuple):
         return self.eqn.replace(invars=list(operands), outvars=list(results), params=params)
 
 
-def _opened(eqn: JaxprEqn, flow: Flow) -> _Scan:
+def opened_scan(eqn: JaxprEqn) -> Scan:
     [body] = bodies_of(eqn)
     jaxpr = inlined(body.jaxpr)
     n_consts, n_carry = scan_counts(eqn)
@@ -64,7 +64,7 @@ def _opened(eqn: JaxprEqn, flow: Flow) -> _Scan:
     results = list(zip(eqn.outvars, jaxpr.outvars, strict=True))
     whole = n_consts + n_carry
     consts, carry, xs = operands[:n_consts], operands[n_consts:whole], operands[whole:]
-    return _Scan(eqn, jaxpr, consts, carry, xs, results[:n_carry], results[n_carry:])
+    return Scan(eqn, jaxpr, consts, carry, xs, results[:n_carry], results[n_carry:])
 
 
 def repeating_scans(jaxpr: Jaxpr, flow: Flow, depends: Sequence[bool]) -> Jaxpr:
@@ -77,7 +77,7 @@ def repeating_scans(jaxpr: Jaxpr, flow: Flow, depends: Sequence[bool]) -> Jaxpr:
     replaced: dict[int, JaxprEqn] = {}
     for forward, backward in _pairs(jaxpr, flow, uses):
         operands = [is_var(a) and a in depending for a in forward.invars]
-        both = _stacking_less(_opened(forward, flow), _opened(backward, flow), flow, operands, uses)
+        both = _stacking_less(opened_scan(forward), opened_scan(backward), flow, operands, uses)
         replaced.update(zip((id(forward), id(backward)), both, strict=True))
     return jaxpr.replace(eqns=[replaced.get(id(e), e) for e in jaxpr.eqns])
 
@@ -98,7 +98,7 @@ def _pairs(jaxpr: Jaxpr, flow: Flow, uses: Uses) -> Iterator[tuple[JaxprEqn, Jax
 
 
 def _stacking_less(
-    forward: _Scan, backward: _Scan, flow: Flow, depends: Sequence[bool], uses: Uses
+    forward: Scan, backward: Scan, flow: Flow, depends: Sequence[bool], uses: Uses
 ) -> tuple[JaxprEqn, JaxprEqn]:
     """Both scans; as they were, if that stacks as little."""
     slices: dict[Var, Var] = {}  # of what is stacked for the backward scan alone
@@ -152,7 +152,7 @@ def _in_place(
 
 
 def _makers(
-    scan: _Scan, flow: Flow, depends: Sequence[bool], slices: Set[Var]
+    scan: Scan, flow: Flow, depends: Sequence[bool], slices: Set[Var]
 ) -> dict[Var, JaxprEqn]:
     """What the backward pass may make again: what other segments or scans take is stored anyway."""
     jaxpr = scan.jaxpr
