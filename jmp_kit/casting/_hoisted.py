@@ -59,8 +59,7 @@ def _hoisted(eqn: JaxprEqn, flow: Flow, price: float) -> Iterator[JaxprEqn]:
     found = []
     for gradients in _gradients(scan, flow):
         fresh = [v for v in gradients.product.invars if v not in stacked]
-        [result] = gradients.product.outvars
-        if size_of(result) * _MOVED > (price + 1) * _HALF * sum(map(size_of, fresh)):
+        if _is_worth_it(gradients.product, fresh, price):
             found.append(gradients)
             shapes = {v: jax.core.ShapedArray((length, *v.aval.shape), v.aval.dtype) for v in fresh}
             new |= {v: Var(shape) for v, shape in shapes.items()}
@@ -76,6 +75,13 @@ def _hoisted(eqn: JaxprEqn, flow: Flow, price: float) -> Iterator[JaxprEqn]:
     ).rebuilt()
     for gradients in found:
         yield from _behind(gradients, scan, stacked)
+
+
+def _is_worth_it(product: JaxprEqn, fresh: Sequence[Var], price: float) -> bool:
+    """Whether its sum costs more than what is stacked for it."""
+    sum_size, *sizes = map(size_of, (*product.outvars, *fresh))
+    is_known = all(isinstance(size, int) for size in (sum_size, *sizes))
+    return is_known and sum_size * _MOVED > (price + 1) * _HALF * sum(sizes)
 
 
 def _gradients(scan: Scan, flow: Flow) -> Iterator[_Gradients]:
