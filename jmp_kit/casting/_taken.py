@@ -131,14 +131,11 @@ class ForwardPass:
     def _is_added(self, v: Var) -> bool:
         """Whether XLA adds to it in its product's kernel, and writes the sum alone."""
         early = [e for e in self.uses[v] if e is None or not self.is_late(e)]
-        return bool(early) and all(
-            e is not None
-            and (
-                e.outvars[0] in self.streams
-                or (e.primitive.name in MOVED and self._is_added(e.outvars[0]))
-            )
-            for e in early
-        )
+        return bool(early) and all(e is not None and self._adds(e) for e in early)
+
+    def _adds(self, eqn: JaxprEqn) -> bool:
+        v = eqn.outvars[0]
+        return v in self.streams or (eqn.primitive.name in MOVED and self._is_added(v))
 
 
 def makers(
