@@ -18,7 +18,16 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._scans import Scan, opened_scan
 from jmp_kit.programs._flow import SUMS, Flow, bodies_of
-from jmp_kit.programs._jaxpr import Atom, copied, is_float32, is_var, size_of, taking, uses_of
+from jmp_kit.programs._jaxpr import (
+    Atom,
+    copied,
+    is_float32,
+    is_var,
+    pruned,
+    size_of,
+    taking,
+    uses_of,
+)
 from jmp_kit.programs._marks import called, is_backward, stack_of
 
 _ADDS = SUMS - {"sub"}
@@ -64,17 +73,24 @@ def _hoisted(eqn: JaxprEqn, flow: Flow, price: float) -> Iterator[JaxprEqn]:
             shapes = {v: jax.core.ShapedArray((length, *v.aval.shape), v.aval.dtype) for v in fresh}
             new |= {v: Var(shape) for v, shape in shapes.items()}
             stacked |= new
-    if not found:
-        yield eqn
-        return
     kept = set(range(len(scan.carry))).difference(*(gradients.sums for gradients in found))
-    yield scan._replace(
+    less = scan._replace(
         carry=[scan.carry[i] for i in sorted(kept)],
         carried=[scan.carried[i] for i in sorted(kept)],
         ys=scan.ys + [(stack, v) for v, stack in new.items()],
-    ).rebuilt()
+    )
+    if not found or not _holds_product(less, flow):  # which would run as it was traced
+        yield eqn
+        return
+    yield less.rebuilt()
     for gradients in found:
         yield from _behind(gradients, scan, stacked)
+
+
+def _holds_product(scan: Scan, flow: Flow) -> bool:
+    made = [v for _, v in (*scan.carried, *scan.ys)]
+    left = pruned(scan.jaxpr.replace(outvars=made)).eqns
+    return any(flow.is_product(e) or flow.holds_product(e) for e in left)
 
 
 def _is_worth_it(product: JaxprEqn, fresh: Sequence[Var], price: float) -> bool:

@@ -112,7 +112,12 @@ def nested(weights, h, x):
     return h, h
 
 
-@pytest.mark.parametrize("body", [of_heads, twice, squared, nested, jax.checkpoint(twice)])
+def alone(weights, h, x):
+    """Rounds of which nothing but gradients of weights are products."""
+    return h, x @ weights[0]
+
+
+@pytest.mark.parametrize("body", [of_heads, twice, squared, nested, alone, jax.checkpoint(twice)])
 def test_gradients_of_other_rounds_are_those_that_are_added_up(body, in_rounds):
     args, gradient = (WEIGHTS, jnp.swapaxes(X, 0, 1)), through(body)
     assert_same(in_half(gradient)(*args), in_rounds(gradient, *args))
