@@ -5,8 +5,8 @@ float32 sum as large as the weights, which is read and written each time. Of all
 
     sum over t of xₜᵀ ḡₜ = [x₁; x₂; …]ᵀ [ḡ₁; ḡ₂; …]
 
-one product, for which the scan stacks the cotangents. Where those are larger than the sum, as of
-micro-batches, it stays as it is.
+one product, for which the scan stacks the cotangents. Where those are not much smaller than the
+sum, as of micro-batches, it stays as it is.
 """
 
 from collections import defaultdict
@@ -38,6 +38,8 @@ _MOVES = {"transpose", "reshape", "squeeze", "slice", "split", "neg"}
 _MOVED = 4 * 4
 # Of each value that is stacked, in half.
 _HALF = 2
+# What is stacked is there beside all that the loop takes, so it has to spare that many times more.
+_FAR = 8
 
 
 class _Gradients(NamedTuple):
@@ -94,10 +96,10 @@ def _holds_product(scan: Scan, flow: Flow) -> bool:
 
 
 def _is_worth_it(product: JaxprEqn, fresh: Sequence[Var], price: float) -> bool:
-    """Whether its sum costs more than what is stacked for it."""
+    """Whether its sum costs by far more than what is stacked for it."""
     sum_size, *sizes = map(size_of, (*product.outvars, *fresh))
     is_known = all(isinstance(size, int) for size in (sum_size, *sizes))
-    return is_known and sum_size * _MOVED > (price + 1) * _HALF * sum(sizes)
+    return is_known and sum_size * _MOVED > _FAR * (price + 1) * _HALF * sum(sizes)
 
 
 def _gradients(scan: Scan, flow: Flow) -> Iterator[_Gradients]:
