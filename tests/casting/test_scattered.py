@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
 
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting._scattered import added_up
-from tests.casting.rewriting import holds, rewritten
+from tests.casting.rewriting import assert_devices_learn_the_same, holds, rewritten
 from tests.casting.stream import step_of
 from tests.casting.zoo import mean_square
 
@@ -122,17 +121,7 @@ def test_a_decoder_learns_as_well_as_with_what_is_scattered(monkeypatch):
 
 def test_devices_that_share_a_batch_learn_the_same():
     params, x = parameters(8), jax.random.normal(jax.random.key(3), (8, 16, 16, 8))
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    specs = (PartitionSpec(), PartitionSpec("data"))
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
-    def mapped(params, x):
-        return jax.tree.map(lambda g: g / 8, jax.grad(decoder)(params, x))  # summed up
-
-    found = jax.jit(autocast(mapped, "mixed_bfloat16"))(params, x)
-    alone = autocast(jax.grad(decoder), "mixed_bfloat16")(params, x)
-    for a, b in zip(*map(jax.tree.leaves, (found, alone)), strict=True):
-        assert jnp.linalg.norm(a - b) <= 0.01 * jnp.linalg.norm(b)
+    assert_devices_learn_the_same(decoder, params, x)
 
 
 H200 = jmp_kit.numerics.TARGETS["h200"]
