@@ -308,6 +308,12 @@ def test_the_first_pages_tell_the_best_and_the_worst_model(page, programs):
     assert sum(row["bytes_moved_ratio"] > 1 for row in rows) == 1
 
 
+def test_a_recurrent_network_moves_what_its_page_says(programs):
+    row = programs["XLA's own kernels", "lstm", "jmp_kit, bfloat16, one line"]
+    said = " ".join((report.ROOT / "docs/concepts/index.md").read_text().split())
+    assert f"1,024 channels moves {row['bytes_moved_ratio']:.2f} of the bytes" in said
+
+
 def test_float8_takes_as_long_as_its_page_says(programs):
     ours = "jmp_kit, float8, one line"
     for kernels, most in (("XLA's own kernels", 0.7), ("the libraries' kernels", 0.75)):
