@@ -1,7 +1,7 @@
 """Evaluating a plan, step by step. Everything was decided before."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -93,10 +93,11 @@ def _part(jaxpr: Jaxpr, part: Part, env: Env) -> None:
                         x = _stored(x, part.stored[v])
                 values[v] = x
         for eqn, half in part.products:
+            operands = {**values, **dict(_alone(half, values, part.alone.get(eqn.outvars[0], {})))}
             if half is not None and eqn.outvars[0] in part.summed:
-                made = [_summed(jaxpr, eqn, half, values, part.summed[eqn.outvars[0]])]
+                made = [_summed(jaxpr, eqn, half, operands, part.summed[eqn.outvars[0]])]
             else:
-                made = _closed(jaxpr, eqn, half, values)
+                made = _closed(jaxpr, eqn, half, operands)
             values.update(zip(eqn.outvars, made, strict=True))
         return [values[v] for v in part.results]
 
@@ -131,6 +132,17 @@ def _stored(x: Any, stored: Stored) -> Any:
             return lax.select_n(opaque, lax.full_like(half, 0), half)
         case _:
             return half
+
+
+def _alone(
+    half: np.dtype | None, values: Mapping[Var, Any], behind: Mapping[Var, int]
+) -> Iterator[tuple[Var, Any]]:
+    """Operands of a product that XLA is not to join with others, as it takes them."""
+    for v, count in behind.items():
+        x = cast(values[v], half) if is_float32(v) else values[v]
+        for _ in range(count):
+            x = lax.optimization_barrier(x)
+        yield v, x
 
 
 def _closed(jaxpr: Jaxpr, eqn: JaxprEqn, half: np.dtype | None, env: Mapping[Var, Any]) -> Any:

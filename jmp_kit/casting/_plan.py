@@ -85,6 +85,8 @@ class Part(NamedTuple):
     saveable: Callable[..., bool] | None  # by which primitives what is made is kept for a backward
     # pass that JAX makes, and the rest is computed again; None: nothing is
     biases: Mapping[Var, Var]  # of results, what is added: its gradient is a sum over a half one
+    # Of results of products, of their operands, behind how many barriers they are taken.
+    alone: Mapping[Var, Mapping[Var, int]]
 
 
 class Call(NamedTuple):

@@ -12,6 +12,7 @@ from jmp_kit._dtypes import stored_dtype
 from jmp_kit.casting import _loops as loops
 from jmp_kit.casting import _plan
 from jmp_kit.casting._accumulated import is_accumulated
+from jmp_kit.casting._alone import with_products_alone
 from jmp_kit.casting._biases import bias_of
 from jmp_kit.casting._float8 import is_scaled_at_once
 from jmp_kit.casting._joined import added, joined, streams
@@ -142,7 +143,7 @@ class Planner:
                 there.update(v for e in fixed for v in e.outvars)
                 steps += self._parts(program, moving, there)
             there.update(v for e in part for v in e.outvars)
-        return Plan(jaxpr, steps)
+        return Plan(jaxpr, list(with_products_alone(steps, program.depends)))
 
     def _read(self, jaxpr: Jaxpr, known: Known) -> Program:
         depending = self.flow.depending(jaxpr, known.depends)
@@ -228,6 +229,7 @@ class Planner:
             halved=dict.fromkeys(filter(is_float32, unmarked - taken - given), self.half),
             saveable=self._saveable if self.price is not None and is_repeated else None,
             biases=dict(self._biases(program, products, there)),
+            alone={},  # what is, all parts together say
         )
 
     def _summed(

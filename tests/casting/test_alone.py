@@ -1,0 +1,80 @@
+"""Products of one operand that XLA is not to join."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_kit
+from jmp_kit import autocast
+from jmp_kit.casting import plans_of
+from jmp_kit.casting._plan import Part
+from tests.casting.stream import norm, step_of
+from tests.casting.zoo import mean_square
+
+H200 = jmp_kit.numerics.TARGETS["h200"]
+
+NAMES = ("in", "queries", "keys", "values", "out")
+
+
+def attention(params, x):
+    """Of normed queries and keys, and of values as they are."""
+    x = norm(x @ params["in"])
+    q, k = (norm(x @ params[name]) for name in ("queries", "keys"))
+    weights = jax.nn.softmax(q @ k.swapaxes(-1, -2))
+    return mean_square(weights @ (x @ params["values"]) @ params["out"])
+
+
+def alone(loss_fn, *args):
+    """Of each such product, behind how many barriers it takes an operand."""
+    [plan] = plans_of(jax.value_and_grad(loss_fn), "mixed_bfloat16", *args)
+    parts = [step for step in plan.steps if isinstance(step, Part)]
+    return [count for p in parts for counts in p.alone.values() for count in counts.values()]
+
+
+def test_each_takes_the_operand_behind_one_barrier_more():
+    """What is there once for all others, and for the first if there are none."""
+    params, x = {name: jnp.ones((64, 64)) for name in NAMES}, jnp.ones((4, 256, 64))
+    assert sorted(alone(attention, params, x)) == [1, 2]  # queries, keys; the values' has none
+
+    def without_values(params, x):
+        x = norm(x @ params["in"])
+        q, k = (norm(x @ params[name]) for name in ("queries", "keys"))
+        return mean_square(q * k @ params["out"])
+
+    assert alone(without_values, params, x) == [1]
+
+
+def test_weights_that_two_products_share_are_no_such_operand():
+    """They are cast where a product takes them: a barrier would store them."""
+
+    def loss_fn(w, x):
+        return mean_square(norm(x @ w) @ w) + mean_square(norm(2 * x @ w) @ w)
+
+    assert alone(loss_fn, jnp.eye(64), jnp.ones((4, 256, 64))) == []
+
+
+def test_they_compute_what_they_did(monkeypatch):
+    keys = jax.random.split(jax.random.key(0), len(NAMES))
+    params = {n: jax.random.normal(k, (32, 32)) / 5 for n, k in zip(NAMES, keys, strict=True)}
+    x = jax.random.normal(jax.random.key(1), (2, 64, 32))
+    found = autocast(step_of(attention), "mixed_bfloat16")(params, x)
+    monkeypatch.setattr("jmp_kit.casting._planner.with_products_alone", lambda steps, _: steps)
+    wanted = autocast(step_of(attention), "mixed_bfloat16")(params, x)
+    for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_no_piece_of_a_joined_product_is_copied_for_an_h200(monkeypatch):
+    shapes = {name: jax.ShapeDtypeStruct((512, 512), jnp.float32) for name in NAMES}
+    x = jax.ShapeDtypeStruct((16, 1024, 512), jnp.float32)
+
+    def nbytes():
+        step = autocast(step_of(attention), "mixed_bfloat16")
+        return jmp_kit.numerics.traffic(step, shapes, x, target="h200").nbytes
+
+    found = nbytes()
+    monkeypatch.setattr("jmp_kit.casting._planner.with_products_alone", lambda steps, _: steps)
+    assert found <= nbytes() - 2 * 2 * 16 * 1024 * 512
