@@ -126,7 +126,13 @@ class Planner:
         if self.calls and is_backward(stack_of(self.calls[-1], self.calls[:-1])):
             jaxpr = fronted(jaxpr, self.flow)  # or XLA has no float32 sum of halves on CPUs
         jaxpr, parts = repeated(
-            jaxpr, self.flow, self.price, known.depends, known.reaches, self.is_summed_wide
+            jaxpr,
+            self.flow,
+            self.price,
+            known.depends,
+            known.reaches,
+            self.is_summed_wide,
+            self.half,
         )
         program = self._read(jaxpr, known)
         stepping = program.states.steps(jaxpr)

@@ -16,7 +16,7 @@ from jmp_kit.casting._scaled import scaled_last
 from jmp_kit.casting._scans import repeating_scans
 from jmp_kit.casting._scattered import added_up
 from jmp_kit.casting._sums import shared
-from jmp_kit.casting._turned import fronted, turned
+from jmp_kit.casting._turned import fronted, turned, with_filters_in_half
 from jmp_kit.casting._undone import undone
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import uses_of
@@ -44,6 +44,7 @@ def repeated(
     depends: Sequence[bool],
     reaches: Sequence[bool],
     is_summed_wide: bool,
+    half: np.dtype,
 ) -> tuple[Jaxpr, list[list[JaxprEqn]]]:
     """The program and its parts, its backward pass with equations that make again what it takes.
 
@@ -52,12 +53,14 @@ def repeated(
       depends: of each argument, whether it depends on a product.
       reaches: of each result, whether a product can be reached from it.
       is_summed_wide: whether gradients of weights are, or sums over all rounds would be rounded.
+      half: the dtype of products without a mark.
     """
     if price is None or not is_gradient(jaxpr):
         return jaxpr, parts_of(jaxpr.eqns, flow)
     jaxpr = repeating_scans(inlined(jaxpr), flow, depends)
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
-    jaxpr = added_up(pooled(scaled_last(fronted(jaxpr, flow))))
+    jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)
+    jaxpr = added_up(pooled(scaled_last(jaxpr)))
     jaxpr, rounded = undone(jaxpr, flow, _is_late)
     jaxpr = shared(jaxpr, _is_late)
     depending = flow.depending(jaxpr, depends)

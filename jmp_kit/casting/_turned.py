@@ -6,17 +6,33 @@ is one. XLA turns it round itself, but not with a cast of the result before the 
 Operands get their batch dimensions first. XLA moves them, too, but it asks whatever makes an
 operand, a norm of queries say, for the layout in which columns lie in memory, and then makes no
 kernel of its rows.
+
+Filters are reversed in half. XLA on GPUs has a kernel for the gradient by what a convolution takes,
+and uses it where it finds a reversed filter, but not for one that is cast afterwards: it then puts
+zeros between the cotangents of a strided convolution, as many more as it strides.
 """
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit._dtypes import stored_dtype
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import Atom, equations_of, is_float32, is_var, shape_of, uses_of
+from jmp_kit.programs._jaxpr import (
+    Atom,
+    cast,
+    equations_of,
+    is_float32,
+    is_var,
+    shape_of,
+    uses_of,
+)
+from jmp_kit.programs._marks import marked_dtype
 
 Axes = tuple[int, ...]
 
@@ -65,6 +81,27 @@ def fronted(jaxpr: Jaxpr, flow: Flow) -> Jaxpr:
             eqn = eqn.replace(invars=list(operands), params=params)
         eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
+
+
+def with_filters_in_half(jaxpr: Jaxpr, flow: Flow, half: np.dtype) -> Jaxpr:
+    """The program, the filters that products alone take cast before they are reversed."""
+    uses = uses_of(jaxpr)
+
+    def written(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+        takers = uses[eqn.outvars[0]] if eqn.primitive.name == "rev" else ()
+        products = [e for e in takers if e is not None and flow.is_product(e)]
+        dtypes = {stored_dtype(marked_dtype(e) or half) for e in products}
+        if is_float32(eqn.outvars[0]) and len(dtypes) == 1 and len(products) == len(takers):
+            [dtype], axes = dtypes, eqn.params["dimensions"]
+
+            def in_half(x: Any) -> Any:
+                return cast(lax.rev(cast(x, dtype), axes), np.float32)
+
+            yield from equations_of(in_half, eqn.invars, eqn.outvars, eqn.source_info)
+        else:
+            yield eqn
+
+    return jaxpr.replace(eqns=[e for eqn in jaxpr.eqns for e in written(eqn)])
 
 
 def _is_free(eqn: JaxprEqn) -> bool:

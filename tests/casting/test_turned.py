@@ -9,6 +9,7 @@ import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._turned import fronted, turned
+from jmp_kit.programs import every_equation
 from jmp_kit.programs._flow import PRODUCTS, Flow
 from jmp_kit.programs._jaxpr import opened
 from tests.casting.stream import step_of
@@ -87,3 +88,36 @@ def test_rows_stay_rows_for_an_h200():
         for is_transposed in (False, True)
     )
     assert found <= 1.05 * best
+
+
+def strided(params, x):
+    def convolved(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    y = convolved(jnp.tanh(convolved(x, params["in"])), params["out"])
+    return mean_square(y)
+
+
+def test_filters_are_reversed_in_half():
+    params = {"in": jnp.ones((3, 3, 4, 8)), "out": jnp.ones((3, 3, 8, 8))}
+    step = autocast(step_of(strided), "mixed_bfloat16")
+    traced = jax.make_jaxpr(step)(params, jnp.ones((2, 16, 16, 4)))
+    eqns = [e for e, _ in every_equation(traced.jaxpr) if e.primitive.name == "rev"]
+    assert [e.invars[0].aval.dtype for e in eqns] == [jnp.bfloat16]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_no_zeros_are_put_between_cotangents_for_an_h200():
+    """There is a kernel for the gradient by what a strided convolution takes."""
+    shape = jax.ShapeDtypeStruct
+    params = {
+        "in": shape((3, 3, 64, 128), jnp.float32),
+        "out": shape((3, 3, 128, 256), jnp.float32),
+    }
+    step = autocast(step_of(strided), "mixed_bfloat16")
+    args = H200.placed((params, shape((32, 64, 64, 64), jnp.float32)))
+    compiled = jax.jit(step).lower(*args).compile(H200.compiler_options)
+    assert compiled.as_text().count("__cudnn$convBackwardInput") == 1
