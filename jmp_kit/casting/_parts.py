@@ -7,7 +7,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import is_var, opened, size_of
+from jmp_kit.programs._jaxpr import Atom, is_var, opened, size_of
 
 # What moves or scales one value.
 _MOVES = {"pad", "mul", "div", "neg", "reshape", "transpose", "squeeze", "convert_element_type"}
@@ -101,6 +101,20 @@ def sunk(
                 found[target].insert(0, eqn)
                 part_of[id(eqn)] = target
     return [part for part in found if part]
+
+
+def living(parts: Sequence[Sequence[JaxprEqn]], results: Sequence[Atom]) -> list[list[JaxprEqn]]:
+    """The parts without equations of whose results nothing is made, as XLA runs them."""
+    wanted = {a for a in results if is_var(a)}
+    found: list[list[JaxprEqn]] = []
+    for part in reversed(parts):
+        left: list[JaxprEqn] = []
+        for eqn in reversed(part):
+            if eqn.effects or not wanted.isdisjoint(eqn.outvars):
+                left.append(eqn)
+                wanted.update(a for a in eqn.invars if is_var(a))
+        found.append(left[::-1])
+    return [part for part in reversed(found) if part]
 
 
 def _moves(eqn: JaxprEqn) -> bool:

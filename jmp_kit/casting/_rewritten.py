@@ -9,7 +9,7 @@ from jmp_kit.casting._float8 import in_float8
 from jmp_kit.casting._hoisted import hoisted
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._joined import summed_first
-from jmp_kit.casting._parts import parts_of, sunk
+from jmp_kit.casting._parts import living, parts_of, sunk
 from jmp_kit.casting._pools import pooled
 from jmp_kit.casting._repeat import repeating
 from jmp_kit.casting._scaled import scaled_last
@@ -69,6 +69,7 @@ def repeated(
     parts = list(filter(None, summed_first(parts, flow, uses, _is_late)))
     reaching = flow.reaching(jaxpr, reaches)
     parts = list(repeating(parts, flow, depending, reaching, uses, rounded, price))
+    parts = living(parts, jaxpr.outvars)  # what is made again was made for others alone
     return jaxpr.replace(eqns=[eqn for part in parts for eqn in part]), parts
 
 
