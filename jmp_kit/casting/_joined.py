@@ -23,6 +23,8 @@ from jmp_kit.programs._marks import is_backward, stack_of
 
 # Of these, what more than one takes is stored.
 _JOINS = SUMS | {"select_n"}
+# What may be done to a value before it is added to others.
+_SCALES = {"mul", "div", "pad", "slice"}
 # What a value goes through as it is.
 MOVES = {"reshape", "transpose", "neg", "convert_element_type", "squeeze"}
 # What XLA adds in the kernel of a product, and what may be between.
@@ -30,7 +32,9 @@ _ADDS, MOVED = SUMS - {"sub"}, {"reshape", "squeeze"}
 
 
 def joined(
-    segment: Sequence[JaxprEqn], uses: Mapping[Var, Sequence[JaxprEqn | None]]
+    segment: Sequence[JaxprEqn],
+    uses: Mapping[Var, Sequence[JaxprEqn | None]],
+    depends: Callable[[Atom], bool],
 ) -> Iterator[Var]:
     """The sums of several values from outside the segment that several others take.
 
@@ -38,14 +42,16 @@ def joined(
 
     Args:
       uses: the equations that take each variable.
+      depends: whether a value depends on a product; others, zeros say, are no terms.
     """
-    terms: dict[Var, int] = {}  # how many values from outside it is the sum of; 0 of what is none
+    terms: dict[Var, Set[Var]] = {}  # the values from outside that it is the sum of, if it is one
     partly: set[Var] = set()  # what is the sum of one, and of others
+    alike: set[Var] = set()  # what is made of smaller values alone, as scales of channels are
     rows = normed(segment)
 
-    def terms_of(atom: Atom, whole: Var) -> int:
-        is_term = is_var(atom) and size_of(atom) == size_of(whole)
-        return terms.get(atom, 1) if is_term else 0
+    def terms_of(atom: Atom, whole: Var) -> Set[Var]:
+        is_term = is_var(atom) and depends(atom) and 2 * size_of(atom) > size_of(whole)
+        return terms.get(atom, {atom}) if is_term else set()
 
     def is_cotangent(eqn: JaxprEqn | None) -> bool:
         # What others take than a backward pass, an optimizer, is a gradient.
@@ -55,16 +61,23 @@ def joined(
         if not eqn.outvars:
             continue
         v = eqn.outvars[0]
+        each = [terms_of(a, v) for a in eqn.invars]
+        others = [a for a, found in zip(eqn.invars, each, strict=True) if not found]
+        is_alike = all(a in alike or size_of(a) < size_of(v) for a in filter(is_var, others))
+        if is_alike and not any(each):
+            alike.update(eqn.outvars)
         if eqn.primitive.name == "select_n":
-            found = max(terms_of(a, v) for a in eqn.invars[1:])
+            found = max(each[1:], key=len)
         else:
-            each = [terms_of(a, v) for a in eqn.invars]
-            found = sum(each) if eqn.primitive.name in SUMS | MOVES and all(each) else 0
-            is_partly = any(each) or not partly.isdisjoint(filter(is_var, eqn.invars))
+            scales = eqn.primitive.name in _SCALES and is_alike and len(each) - len(others) == 1
+            adds = eqn.primitive.name in SUMS | MOVES and all(each)
+            found = set().union(*each) if scales or adds else set()
+            is_partly = bool(others) and any(each)
+            is_partly |= not partly.isdisjoint(filter(is_var, eqn.invars))
             if eqn.primitive.name in SUMS and is_partly:
                 partly.add(v)
         terms.update((out, found) for out in eqn.outvars)
-        is_sum = found > 1 or (v in partly and v in rows)
+        is_sum = len(found) > 1 or (v in partly and v in rows)
         is_new = eqn.primitive.name in _JOINS and is_sum and len(uses[v]) > 1
         is_new &= all(map(is_cotangent, (eqn, *uses[v])))
         if is_new and is_float32(v) and not is_small(v, segment):

@@ -205,7 +205,7 @@ class Planner:
         multiplied = {a for e in products for a in e.invars if is_var(a)}
         leaving = multiplied.union(results)
         if program.is_gradient:
-            leaving.update(joined(segment, program.uses))
+            leaving.update(joined(segment, program.uses, program.depends))
             leaving.update(streams(moving, self.flow, program.products, program.uses))
             leaving.update(rounded_twice(segment) if self.float8_by_size is not None else ())
         made = [v for e in segment for v in e.outvars if v in leaving]
