@@ -169,15 +169,21 @@ class _Segment:
         XLA makes neither twice in one kernel, but writes such a function in float32: the cotangents
         of a gate and of what it lets through, say.
         """
-        takers: dict[tuple[int, int], set[Var]] = collections.defaultdict(set)
+        takers: dict[tuple[Var, int], set[Var]] = collections.defaultdict(set)
         for join in [e for e in segment if e.primitive.name in _JOINS]:
             for v in (a for a in join.invars if is_var(a) and a in self.maker and self._is_big(a)):
-                for eqn in self.cone(v, self.stops).eqns:
-                    if is_costly(eqn) and any(map(self._is_big, eqn.outvars)):
-                        takers[id(eqn), size_of(join.outvars[0])].add(v)
-        # Beside each other, that is: what is added to itself, moved, is another matter.
-        beside = ((size, several) for (_, size), several in takers.items())
-        found = [vs for size, vs in beside if len(vs) > 1 and sum(map(size_of, vs)) <= size]
+                for eqn in filter(is_costly, self.cone(v, self.stops).eqns):
+                    for dear in filter(self._is_big, eqn.outvars):
+                        takers[dear, size_of(join.outvars[0])].add(v)
+        found = []
+        for (dear, size), several in takers.items():
+            sizes = list(map(size_of, several))
+            # Each of two halves may be cut from what is dear, or made of less.
+            takes_the_same = max(sizes) <= size_of(dear) < sum(sizes)
+            # What is added to itself, moved, is another matter.
+            is_beside = sum(sizes) <= size
+            if takes_the_same and is_beside:
+                found.append(several)
         return set().union(*found)
 
     def _is_extremum(self, eqn: JaxprEqn) -> bool:

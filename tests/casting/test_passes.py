@@ -379,6 +379,54 @@ def test_cotangents_of_a_gate_are_one_kernel_for_an_h200(monkeypatch):
     assert found <= compiled(gated, shapes, (65536, 256)).nbytes - 2 * 2 * 65536 * 256
 
 
+def test_halves_of_what_is_dear_are_made_in_one_pass():
+    """Each is used once, as in an associative scan: nothing is shared."""
+
+    def loss_fn(params, x):
+        dear = jnp.exp(x @ params["in"])
+        even, odd = dear[:, ::2] * params["scale"], jnp.sin(x @ params["in"])[:, 1::2]
+        both = jnp.concatenate([even + dear[:, ::2], odd + dear[:, 1::2]], 1)
+        return mean_square(both @ params["out"])
+
+    params = {"in": jnp.eye(128), "scale": jnp.ones(128), "out": jnp.eye(128)}
+    args = params, jnp.ones((64, 32, 128))
+    [plan] = plans_of(jax.value_and_grad(loss_fn), "mixed_bfloat16", *args)
+    forward = next(step for step in plan.steps if isinstance(step, Part) and step.segment)
+    assert not any(piece.apart for piece in forward.segment)
+
+
+@pytest.mark.parametrize("function", [jax.nn.relu, jax.nn.leaky_relu])
+def test_a_sum_of_one_value_is_no_sum_of_several(function):
+    """The two sides of a leaky rectifier, which no pass need store before a norm's."""
+
+    def loss_fn(params, x):
+        y = function(in_groups(x @ params["in"]))
+        return mean_square(function(in_groups(y @ params["in"])) @ params["in"])
+
+    args = {"in": jnp.eye(64)}, jnp.ones((8, 256, 64))
+    [plan] = plans_of(jax.value_and_grad(loss_fn), "mixed_bfloat16", *args)
+    others = [s for s in plan.every_stored() if s.form not in (None, Form.CAST)]
+    assert not others
+
+
+def shifted(params, x):
+    """Each position mixed with the one before it, three times, as queries, keys and values are."""
+    x = layer_norm(x @ params["in"])
+    before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    mixed = [m * x + (1 - m) * before for m in params["mix"]]
+    return mean_square(sum(jnp.tanh(y @ params["in"]) for y in mixed) @ params["in"])
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_a_sum_of_shifted_cotangents_is_stored_in_half_for_an_h200(monkeypatch):
+    """What three products give is read once, and not by both passes of a norm."""
+    shapes = {"in": (512, 512), "mix": (3, 512)}, (8, 4096, 512)
+    found = compiled(shifted, *shapes).nbytes
+    monkeypatch.setattr("jmp_kit.casting._joined._SCALES", set())
+    assert found <= compiled(shifted, *shapes).nbytes - 1.5 * 2 * 8 * 4096 * 512
+
+
 def test_what_is_small_only_beside_what_is_gathered_of_it_is_stored_in_half():
     """Nodes of a graph, beside two values of each of many edges."""
     edges = jnp.arange(64 * 16)
