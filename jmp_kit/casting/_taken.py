@@ -18,6 +18,7 @@ from jmp_kit.programs._jaxpr import (
     is_var,
     names_within,
     shape_of,
+    traced_back,
 )
 from jmp_kit.programs._marks import is_backward, stack_of
 
@@ -39,6 +40,7 @@ class ForwardPass:
       early: what the forward pass makes that depends on a product.
       results: what may be computed with as it is stored for products, that is rounded.
       streams: what is stored for what takes it in its own segment.
+      cut: what is cut from something larger, and may be made again.
       woven: what may be kept in float32, for XLA writes it so in any case.
     """
 
@@ -58,6 +60,8 @@ class ForwardPass:
         self.part_of = {id(e): i for i, part in enumerate(parts) for e in part}
         self.made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
         self.maker = makers(parts, flow, self._is_made_again)
+        cuts = (e for e in self.maker.values() if e.primitive.name in {"slice", "split"})
+        self.cut = {v for e in cuts for v in e.outvars}
         products = {v for e in self.eqns if flow.is_product(e) for v in e.outvars}
         self.streams = {v for part in parts for v in streams(part, flow, products, uses)}
         self.woven = {v for part in parts for v in woven(part)}
@@ -111,11 +115,13 @@ class ForwardPass:
         is_woven = v in self.woven and not closing
         is_half = bool(closing) or is_product or not (is_woven or is_small(v, self.parts[here]))
         is_half &= is_float32(v)
-        # Of symbolic dimensions each is as good as one.
-        size = math.prod(n for n in shape_of(v) if isinstance(n, int))
-        nbytes = size * (2 if is_half else v.aval.dtype.itemsize)
+        nbytes = _count(v) * (2 if is_half else v.aval.dtype.itemsize)
         # A norm is made again in a pass of its own, which reads what it is a norm of.
         again = nbytes * (2 if is_normed else 1) if is_multiplied else 0
+        # Of a gate and of what it lets through, cut from one product, XLA makes another kernel of
+        # what is let through than of their cotangents, which are joined.
+        cut = sum(map(_count, self._cut_before(v))) if is_multiplied and is_half else 0
+        again += 2 * cut if cut > _count(v) else 0
         if is_woven and v in self.maker and self.maker[v].primitive.name in CUTS:
             again = nbytes
         operands = [a for a in self.maker[v].invars if is_var(a)] if v in self.maker else None
@@ -128,6 +134,11 @@ class ForwardPass:
             stored &= not (is_product and self._is_added(v))
             yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
 
+    def _cut_before(self, v: Var) -> set[Var]:
+        """What it is made of that is cut from something larger."""
+        _, sources = traced_back([v], self.maker, self.cut)
+        return self.cut.intersection(sources)
+
     def _is_added(self, v: Var) -> bool:
         """Whether XLA adds to it in its product's kernel, and writes the sum alone."""
         early = [e for e in self.uses[v] if e is None or not self.is_late(e)]
@@ -136,6 +147,11 @@ class ForwardPass:
     def _adds(self, eqn: JaxprEqn) -> bool:
         v = eqn.outvars[0]
         return v in self.streams or (eqn.primitive.name in MOVED and self._is_added(v))
+
+
+def _count(v: Var) -> int:
+    """How many elements it has, symbolic dimensions each as good as one."""
+    return math.prod(n for n in shape_of(v) if isinstance(n, int))
 
 
 def makers(

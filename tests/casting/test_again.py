@@ -14,6 +14,7 @@ import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import plans_of
 from jmp_kit.casting._again import Value, kept
+from jmp_kit.casting._parts import living
 from jmp_kit.casting._plan import Part
 from jmp_kit.programs import every_equation, is_backward, stack_of
 from tests.casting.stream import WEIGHTS, X, block, loss_through, step_of
@@ -241,6 +242,35 @@ def test_an_associative_scan_keeps_what_it_writes_in_any_case():
     assert (64, 32, 16, 4) in kept_of(1.2)
     assert (64, 64, 16, 4) not in kept_of(1.2)
     assert len(kept_of(1.2)) > len(kept_of("most"))
+
+
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_what_a_gate_lets_through_is_kept_where_its_cotangents_are_joined(is_joined):
+    """XLA makes of both, cut from one product, other kernels: it would be read once more."""
+
+    def loss_fn(w, x):
+        if is_joined:
+            up, gate = jnp.split(x @ w["in"], 2, -1)
+        else:
+            up, gate = (x @ half for half in jnp.split(w["in"], 2, -1))
+        return mean_square(jnp.tanh(up) * jax.nn.sigmoid(gate) @ w["out"])
+
+    args = {"in": jnp.ones((64, 256)), "out": jnp.ones((128, 64))}, jnp.ones((512, 64))
+    parts = forward_parts(jax.grad(loss_fn), *args)
+    made = [
+        v for part in parts for e in [e for p in part.segment for e in p.eqns] for v in e.outvars
+    ]
+    kept = [v.aval.shape for part in parts for v in part.results if v in made]
+    assert ((512, 128) in kept) == is_joined
+
+
+def test_what_nothing_is_made_of_is_left_out():
+    """A mask, say, that the backward pass makes again; but not what is printed."""
+    eqns = jax.make_jaxpr(lambda x: (jnp.exp(x), jnp.sin(jnp.cos(x)))[1])(1.0).eqns
+    [result] = eqns[-1].outvars
+    assert living([eqns[:1], eqns[1:]], [result]) == [eqns[1:]]
+    printed = jax.make_jaxpr(lambda x: jax.debug.print("{}", jnp.exp(x)))(1.0).eqns
+    assert living([printed], []) == [printed]
 
 
 def test_what_is_looked_up_is_looked_up_again():
