@@ -5,7 +5,7 @@ more where it has to be written, for a product to take it, and needs others that
 cheapest choice of all is a minimal cut of a network, and how much memory may cost, a price.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -35,7 +35,7 @@ class Value(NamedTuple):
     nbytes_again: int
 
 
-def kept(values: Mapping[Name, Value], price: float) -> set[Name]:
+def kept(values: Mapping[Name, Value], price: float, free: Set[Name] = frozenset()) -> set[Name]:
     """The values to keep, for the fewest bytes kept and moved.
 
         cost = price · bytes kept + bytes read + bytes written
@@ -43,6 +43,7 @@ def kept(values: Mapping[Name, Value], price: float) -> set[Name]:
     Args:
       values: what the backward pass takes, and what that is made of.
       price: of a byte in memory, in bytes moved.
+      free: the values whose bytes in memory cost nothing.
     """
     # It takes a while to import.
     from scipy.sparse import csr_array
@@ -58,7 +59,7 @@ def kept(values: Mapping[Name, Value], price: float) -> set[Name]:
         edges[made, there] = np.inf
         if not value.is_rounded:
             moved = (not value.is_stored) + (value.read or not value.multiplied)
-            edges[made, there] = (price + moved) * value.nbytes
+            edges[made, there] = (moved if v in free else price + moved) * value.nbytes
         if value.operands is None:
             edges[first, made] = np.inf
         elif value.nbytes_again:

@@ -13,6 +13,7 @@ from jmp_kit.casting._again import kept
 from jmp_kit.casting._float8 import is_scaled_at_once
 from jmp_kit.casting._joined import is_sum
 from jmp_kit.casting._parts import barrier_of, is_barrier
+from jmp_kit.casting._peak import there_at_the_peak
 from jmp_kit.casting._taken import ForwardPass, Part, Rounded
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
@@ -51,7 +52,10 @@ def repeating(
       price: of a byte that is kept, in bytes moved.
     """
     program = ForwardPass(parts, flow, depending, uses, results)
-    keep = kept(program.values(), price)
+    values = program.values()
+    keep = kept(values, price)
+    if free := there_at_the_peak(program, values, keep, price):
+        keep = kept(values, price, free)
     return _Backward(program, keep, reaching).parts()
 
 

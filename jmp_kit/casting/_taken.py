@@ -25,6 +25,10 @@ from jmp_kit.programs._marks import is_backward, stack_of
 Part = list[JaxprEqn]
 
 
+# Of what is kept, so much is little enough to be let go of beside the peak.
+_MUCH = 64
+
+
 class Rounded(NamedTuple):
     """A value as products take it."""
 
@@ -115,13 +119,13 @@ class ForwardPass:
         is_woven = v in self.woven and not closing
         is_half = bool(closing) or is_product or not (is_woven or is_small(v, self.parts[here]))
         is_half &= is_float32(v)
-        nbytes = _count(v) * (2 if is_half else v.aval.dtype.itemsize)
+        nbytes = count_of(v) * (2 if is_half else v.aval.dtype.itemsize)
         # A norm is made again in a pass of its own, which reads what it is a norm of.
         again = nbytes * (2 if is_normed else 1) if is_multiplied else 0
         # Of a gate and of what it lets through, cut from one product, XLA makes another kernel of
         # what is let through than of their cotangents, which are joined.
-        cut = sum(map(_count, self._cut_before(v))) if is_multiplied and is_half else 0
-        again += 2 * cut if cut > _count(v) else 0
+        cut = sum(map(count_of, self._cut_before(v))) if is_multiplied and is_half else 0
+        again += 2 * cut if cut > count_of(v) else 0
         if is_woven and v in self.maker and self.maker[v].primitive.name in CUTS:
             again = nbytes
         operands = [a for a in self.maker[v].invars if is_var(a)] if v in self.maker else None
@@ -149,7 +153,7 @@ class ForwardPass:
         return v in self.streams or (eqn.primitive.name in MOVED and self._is_added(v))
 
 
-def _count(v: Var) -> int:
+def count_of(v: Var) -> int:
     """How many elements it has, symbolic dimensions each as good as one."""
     return math.prod(n for n in shape_of(v) if isinstance(n, int))
 
