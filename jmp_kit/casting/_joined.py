@@ -50,7 +50,7 @@ def joined(
     rows = normed(segment)
 
     def terms_of(atom: Atom, whole: Var) -> Set[Var]:
-        is_term = is_var(atom) and depends(atom) and 2 * size_of(atom) > size_of(whole)
+        is_term = is_var(atom) and depends(atom) and size_of(atom) * 2 > size_of(whole)
         return terms.get(atom, {atom}) if is_term else set()
 
     def is_cotangent(eqn: JaxprEqn | None) -> bool:

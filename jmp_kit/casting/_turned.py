@@ -88,10 +88,10 @@ def with_filters_in_half(jaxpr: Jaxpr, flow: Flow, half: np.dtype) -> Jaxpr:
     uses = uses_of(jaxpr)
 
     def written(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-        takers = uses[eqn.outvars[0]] if eqn.primitive.name == "rev" else ()
+        takers = uses[eqn.outvars[0]] if eqn.primitive.name == "rev" else [None]
         products = [e for e in takers if e is not None and flow.is_product(e)]
         dtypes = {stored_dtype(marked_dtype(e) or half) for e in products}
-        if is_float32(eqn.outvars[0]) and len(dtypes) == 1 and len(products) == len(takers):
+        if len(dtypes) == 1 and len(products) == len(takers) and is_float32(eqn.outvars[0]):
             [dtype], axes = dtypes, eqn.params["dimensions"]
 
             def in_half(x: Any) -> Any:

@@ -214,7 +214,7 @@ def test_a_product_in_full_precision_is_not_repeated():
         h = x @ w[0]
         with full_precision():
             h = jnp.tanh(h) @ w[1]
-        return mean_square(jnp.sin(h) @ w[1])
+        return mean_square(jnp.tanh(jnp.sin(h) @ w[1]) @ w[1])
 
     step = step_of(loss)
     repeated = autocast(step, "mixed_bfloat16")
@@ -258,4 +258,5 @@ def test_a_long_segment():
             h = jnp.sin(h)
         return mean_square(h @ w[1])
 
-    assert operations(autocast(step_of(loss), "mixed_bfloat16"), "sin") >= 3000
+    # The last is kept, for it is there at the peak of memory in any case.
+    assert operations(autocast(step_of(loss), "mixed_bfloat16"), "sin") >= 2999

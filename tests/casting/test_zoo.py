@@ -9,6 +9,7 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jmp_kit import PRODUCTS, autocast
+from jmp_kit.programs import pruned
 from tests.casting.zoo import PLAIN, ZOO
 from tests.compiling import POLICIES, quick_or_slow
 
@@ -25,7 +26,7 @@ some = pytest.mark.parametrize(
 
 
 def products_of(fun, *args):
-    """The dtypes of all operands and results of every product of a function, however deep."""
+    """The dtypes of all operands and results of every product that is run, however deep."""
     found = []
 
     def visit(jaxpr):
@@ -38,7 +39,7 @@ def products_of(fun, *args):
                     if isinstance(item, ClosedJaxpr | Jaxpr):
                         visit(item.jaxpr if isinstance(item, ClosedJaxpr) else item)
 
-    visit(jax.make_jaxpr(fun)(*args).jaxpr)
+    visit(pruned(jax.make_jaxpr(fun)(*args).jaxpr))
     return found
 
 
