@@ -15,15 +15,11 @@ from jmp_kit.casting._taken import ForwardPass, Rounded, count_of
 
 
 def there_at_the_peak(
-    program: ForwardPass, values: Mapping[Hashable, Value], keep: Set[Hashable], price: float
+    program: ForwardPass, values: Mapping[Hashable, Value], keep: Set[Hashable]
 ) -> set[Hashable]:
-    """The values that would cost next to no memory if they were kept, too.
+    """The values that would cost no memory if they were kept, beside those that are.
 
-    To keep one costs what was let go of before it is taken, and no more than it takes itself.
-
-    Args:
-      keep: those that are kept.
-      price: of a byte in memory, in bytes moved.
+    That is where less was let go of before they are taken than their cotangents need then.
     """
     first, last = _taken(program, values, keep)
     let_go = collections.Counter[int]()  # by parts
@@ -36,7 +32,7 @@ def there_at_the_peak(
     again = [name for name in first if name not in keep and values[name].nbytes_again]
     for name in sorted(again, key=first.__getitem__):
         gone = sum(nbytes for part, nbytes in let_go.items() if part < first[name])
-        if price * gone <= values[name].nbytes_again:
+        if gone <= values[name].nbytes:
             found.add(name)
             let_go[last[name]] += values[name].nbytes
     return found

@@ -54,7 +54,7 @@ def repeating(
     program = ForwardPass(parts, flow, depending, uses, results)
     values = program.values()
     keep = kept(values, price)
-    if free := there_at_the_peak(program, values, keep, price):
+    if free := there_at_the_peak(program, values, keep):
         keep = kept(values, price, free)
     return _Backward(program, keep, reaching).parts()
 
