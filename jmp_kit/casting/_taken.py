@@ -25,10 +25,6 @@ from jmp_kit.programs._marks import is_backward, stack_of
 Part = list[JaxprEqn]
 
 
-# Of what is kept, so much is little enough to be let go of beside the peak.
-_MUCH = 64
-
-
 class Rounded(NamedTuple):
     """A value as products take it."""
 
