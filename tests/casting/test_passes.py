@@ -410,6 +410,21 @@ def test_a_sum_of_one_value_is_no_sum_of_several():
     assert not others
 
 
+def test_what_is_summed_up_along_rows_and_columns_is_stored():
+    """Cotangents of scores that are sums of two vectors, behind a softmax."""
+
+    def loss_fn(params, x):
+        x = x @ params["in"]
+        scores = jax.nn.leaky_relu((x @ params["left"]) + (x @ params["right"]).swapaxes(1, 2))
+        return mean_square(jax.nn.softmax(scores) @ x @ params["in"])
+
+    params = {"in": jnp.eye(64), "left": jnp.ones((64, 1)), "right": jnp.ones((64, 1))}
+    [plan] = plans_of(jax.value_and_grad(loss_fn), "mixed_bfloat16", params, jnp.ones((4, 256, 64)))
+    others = [s for s in plan.every_stored() if s.form not in (None, Form.CAST)]
+    sums = [s.var.aval.shape for s in others if s.eqn.primitive.name == "add_any"]
+    assert sums == [(4, 256, 256)]
+
+
 def shifted(params, x):
     """Each position mixed with the one before it, three times, as queries, keys and values are."""
     x = layer_norm(x @ params["in"])

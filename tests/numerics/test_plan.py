@@ -84,8 +84,9 @@ def test_parts_of_a_gradient():
     assert [p.path for p in forward if p.products][-2:] == ["mlp", ""]
     assert sum(len(p.products) for p in forward) == 5
     assert sum(len(p.products) for p in backward) == 9  # of the first, none by the input
-    # Half results of products, and what they are made of.
-    assert 0 < found.kept == sum(p.kept for p in forward) <= 2 * (16 * 32 + 4 * 16 * 8 + 2 * 16 * 4)
+    # Half results of products, what they are made of, and what is there at the peak in any case.
+    values = 2 * 16 * 32 + 5 * 16 * 8 + 2 * 16 * 4
+    assert 0 < found.kept == sum(p.kept for p in forward) <= 2 * values
     assert sum(p.again for p in backward) > 0 == sum(p.again for p in forward)
     assert all(p.products == ("dot_general bfloat16",) * len(p.products) for p in found.parts)
 
