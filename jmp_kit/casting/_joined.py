@@ -79,7 +79,8 @@ def joined(
         terms.update((out, found) for out in eqn.outvars)
         is_sum = len(found) > 1 or (v in partly and v in rows)
         # Rows and columns are summed up in two passes, each of which would go over all rows first.
-        axes = {tuple(e.params["axes"]) for e in uses[v] if e is not None and reduces(e)}
+        sums = (e for e in uses[v] if e is not None and e.primitive.name == "reduce_sum")
+        axes = {tuple(e.params["axes"]) for e in sums}
         is_sum |= v in rows and len(axes) > 1
         is_new = eqn.primitive.name in _JOINS and is_sum and len(uses[v]) > 1
         is_new &= all(map(is_cotangent, (eqn, *uses[v])))
