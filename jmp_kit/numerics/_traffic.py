@@ -2,8 +2,9 @@
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -231,7 +232,9 @@ def _results(instruction: Instruction) -> list[Array]:
 
 _PICKS = ("gather", "dynamic-slice", "slice")  # from the first operand
 # Of these only what is picked of their results is computed.
-_PASSES = ("bitcast", "convert", "copy", "reshape", "transpose", "add", "multiply", "negate")
+_MOVES = ("bitcast", "convert", "copy", "reshape", "transpose")
+_COMPUTES = ("negate", "add", "subtract", "multiply", "divide", "maximum", "minimum", "select")
+_PASSES = {*_MOVES, *_COMPUTES, "compare", "and"}
 _PUTS = {"dynamic-update-slice": 1, "scatter": 2}  # into the first operand, what this one is
 
 
@@ -250,23 +253,27 @@ def _moved_by_fusion(fused: Computation) -> tuple[list[Array], list[_Written]]:
         for i, name in enumerate(instruction.operands):
             uses[name].append((instruction, i))
 
-    def taken(name: str) -> Iterable[Array | None]:
-        """What is picked of a value; None of one that is taken whole."""
+    @functools.cache  # or what is added to itself is looked at twice each time
+    def taken(name: str) -> dict[str, Array]:
+        """What is picked of a value, or all of it, by its name there."""
+        whole = {name: fused[name].results[0]}
+        picked: dict[str, Array] = {}
         for user, i in uses[name]:
             if user.opcode in _PASSES and not user.is_root:
-                yield from taken(user.name)
+                picked |= taken(user.name)
             elif user.opcode in _PICKS and i == 0:
-                yield user.results[0]
+                picked |= {user.name: user.results[0]} if user.is_root else taken(user.name)
             elif not (user.opcode in _PUTS and i == 0):  # which is written in place
-                yield None
+                return whole
+        size = sum(array.size for array in picked.values())
+        return picked if size < whole[name].size else whole
 
     read = []
     for instruction in fused.values():
         if instruction.opcode == "parameter":
             [array] = instruction.results[:1]
-            picked = list(taken(instruction.name))
-            whole = None in picked or sum(p.size for p in picked if p) >= array.size
-            read += [array] if whole else [Array(array.dtype, p.shape) for p in picked if p]
+            picked = taken(instruction.name).values()
+            read += [Array(array.dtype, part.shape) for part in picked]
     root = root_of(fused)
     outputs = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
     written: list[_Written] = []

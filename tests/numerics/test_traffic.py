@@ -182,6 +182,10 @@ ENTRY %main (x: f32[64,8]) -> bf16[4,8] {
 }
 """
 
+# Each is looked at once, or this would take for ever.
+DOUBLED = "%n0 = f32[64,8]{1,0} add(%n, %n)\n"
+DOUBLED += "".join(f"  %n{i} = f32[64,8]{{1,0}} add(%n{i - 1}, %n{i - 1})\n" for i in range(1, 100))
+
 
 @pytest.mark.parametrize(
     ("last", "rows"),
@@ -192,6 +196,15 @@ ENTRY %main (x: f32[64,8]) -> bf16[4,8] {
         ),
         ("%t = f32[64,8]{1,0} tanh(%n)\n  ROOT %r = bf16[64,8]{1,0} convert(%t)", 64),
         ("ROOT %r = f32[64,8]{1,0} add(%n, %n)", 64),
+        (
+            (
+                "%h = f32[32,8]{1,0} slice(%n), slice={[0:32], [0:8]}\n"
+                "  %a = f32[32,8]{1,0} subtract(%h, %h)\n"
+                "  ROOT %s = f32[4,8]{1,0} slice(%a), slice={[1:5], [0:8]}"
+            ),
+            4,
+        ),
+        (DOUBLED + "  ROOT %s = f32[4,8]{1,0} slice(%n99), slice={[1:5], [0:8]}", 4),
     ],
 )
 def test_what_is_cut_of_an_operand_behind_other_operations(last, rows):
