@@ -5,6 +5,8 @@
 - Two sums over the same axes are the real and the imaginary part of one: XLA does not compute what
   both are made of twice, but writes it.
 - A sum that gives few results is taken in two stages, the first of which gives more.
+- What is summed up over its first axis into several axes is laid out row by row: XLA would put that
+  axis last in memory, and with it all that this was made of.
 - The zeros that the backward pass of a maximum over windows starts from are of a shape of their
   own: they are written, and whatever takes zeros of the same shape would read them.
 """
@@ -16,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.programs._jaxpr import equations_of, is_float32, shape_of, size_of
@@ -56,6 +59,17 @@ def sums(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
         yield from _on_gpus(functools.partial(sums_of, axes=axes, axis=axis), pair)
 
 
+def laid_out(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The equation; of a sum over the first axis into several axes, what it sums up row by row."""
+    if eqn.primitive.name == "reduce_sum" and tuple(eqn.params["axes"]) == (0,):
+        [operand], [result] = eqn.invars, eqn.outvars
+        if len(shape_of(result)) > 1:
+            laid = Var(operand.aval)
+            yield from equations_of(_by_rows_on_gpus, [operand], [laid], eqn.source_info)
+            eqn = eqn.replace(invars=[laid])
+    yield eqn
+
+
 def own_zeros(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """The equation; the backward pass of a maximum over windows with one dimension more."""
     if eqn.primitive.name == "select_and_scatter_add":
@@ -92,6 +106,11 @@ def scattered(eqn: JaxprEqn, source: jax.Array, operand: jax.Array) -> Sequence[
     return [eqn.primitive.bind(source[None], operand[None], **eqn.params | more)[0]]
 
 
+def by_rows(x: jax.Array) -> jax.Array:
+    """What it is given, row by row in memory."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
 def _divided(eqn: JaxprEqn) -> int | None:
     """The axis that is summed up in two stages, if one is."""
     [operand], [result], axes = eqn.invars, eqn.outvars, eqn.params["axes"]
@@ -100,6 +119,10 @@ def _divided(eqn: JaxprEqn) -> int | None:
         return None
     shape = shape_of(operand)
     return next((a for a in axes if a < len(shape) - 1 and shape[a] % _STAGES == 0), None)
+
+
+def _by_rows_on_gpus(x: jax.Array) -> Any:
+    return lax.platform_dependent(x, cuda=by_rows, rocm=by_rows, default=lambda x: x)
 
 
 def _on_gpus(

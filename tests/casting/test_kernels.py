@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jmp_kit.casting._kernels import own_zeros, row_sum, scattered, staged_sum, sums, sums_of
+from jmp_kit.casting._kernels import (
+    laid_out,
+    own_zeros,
+    row_sum,
+    scattered,
+    staged_sum,
+    sums,
+    sums_of,
+)
 from jmp_kit.programs._jaxpr import opened
 
 
@@ -70,3 +78,15 @@ def test_the_gradient_of_a_maximum_over_windows(padding):
     [found] = scattered(eqn, cotangent, x)
     np.testing.assert_array_equal(found, jax.vjp(pooled, x)[1](cotangent)[0])
     assert [e.primitive.name for e in own_zeros(eqn)] != ["select_and_scatter_add"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"), [((0,), (4, 3, 2)), ((0,), (4, 3)), ((0, 1), (4, 3, 2))]
+)
+def test_what_is_laid_out_is_as_it_was(axes, shape):
+    x = np.random.default_rng(0).integers(9, size=shape).astype(np.float32)
+    jaxpr, _ = opened(jax.make_jaxpr(lambda x: jnp.sum(x, axes))(x))
+    eqns = [e for eqn in jaxpr.eqns for e in laid_out(eqn)]
+    [found] = jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), [], x)
+    np.testing.assert_array_equal(found, x.sum(axes))
+    assert (len(eqns) > 1) == (axes == (0,) and len(shape) > 2)

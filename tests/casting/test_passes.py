@@ -197,6 +197,24 @@ def test_a_sum_of_what_was_looked_up_is_one_kernel_for_an_h200():
     assert written <= 6.5 * 2 * rows * width  # two more if what was looked up is written
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+@pytest.mark.parametrize("first", [lambda x: x, layer_norm])
+def test_positions_are_added_to_a_batch_as_it_lies_in_memory(first):
+    """XLA would have the batch last, for their gradient is a sum over it, and turn everything."""
+
+    def loss_fn(params, x):
+        x = first(x @ params["in"] + params["positions"].reshape(512, 256))
+        x = layer_norm(x + jnp.tanh(x @ params["in"]) @ params["out"])
+        return mean_square(x @ params["out"])
+
+    def moved(*positions):
+        params = {"in": (256, 256), "out": (256, 256), "positions": positions}
+        return compiled(loss_fn, params, (32, 512, 256)).nbytes
+
+    assert moved(512, 256) <= 1.02 * moved(512 * 256)
+
+
 def pieces(norm, *shapes):
     """The passes of a train step, of the backward pass."""
 
