@@ -37,7 +37,8 @@ def _barriers(
     parts: Sequence[Part], depends: Callable[[Atom], bool]
 ) -> Mapping[Var, Mapping[Var, int]]:
     """Of results of products, and of their operands, behind how many barriers these are."""
-    apart = {v for part in parts for piece in part.segment for v in piece.apart}
+    pieces = (piece for part in parts for piece in part.segment if not piece.where_it_lies)
+    apart = {v for piece in pieces for v in piece.apart}
     sharing: dict[tuple[Var, *tuple[Any, ...]], list[Var]] = collections.defaultdict(list)
     for eqn in (eqn for part in parts for eqn, half in part.products if half is not None):
         for operand in _operands(eqn):

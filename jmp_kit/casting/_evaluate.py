@@ -28,14 +28,16 @@ def evaluated(plan: Plan, consts: Sequence[Any], args: Sequence[Any]) -> list[An
     jaxpr = plan.jaxpr
     env: Env = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
+    made = (v for eqn in jaxpr.eqns for v in eqn.outvars)
+    numbers = {v: i for i, v in enumerate(made)}
     for step in plan.steps:
         match step:
             case Barrier(eqn):
                 env.update(zip(eqn.outvars, _behind(step, env), strict=True))
             case Fixed(piece):
-                env.update(_piece(jaxpr, piece, env, {}))
+                env.update(_piece(jaxpr, piece, dict(env)))
             case Part():
-                _part(jaxpr, step, env)
+                _part(jaxpr, step, env, numbers)
             case Call(eqn):
                 env.update(zip(eqn.outvars, _call(jaxpr, step, env), strict=True))
     return [_read(atom, env) for atom in jaxpr.outvars]
@@ -55,19 +57,8 @@ def _behind(barrier: Barrier, env: Mapping[Var, Any]) -> Sequence[Any]:
     return on_cpus
 
 
-def _piece(
-    jaxpr: Jaxpr, piece: Piece, env: Mapping[Var, Any], behind: dict[tuple[Var, ...], Any]
-) -> dict[Var, Any]:
-    """The results of a piece.
-
-    Args:
-      behind: the barriers that are there. XLA takes two of the same values for one.
-    """
-    env = dict(env)
-    if apart := tuple(piece.apart):
-        before = behind.get(apart) or [env[v] for v in apart]
-        behind[apart] = lax.optimization_barrier(before)
-        env.update(zip(apart, behind[apart], strict=True))
+def _piece(jaxpr: Jaxpr, piece: Piece, env: Env) -> dict[Var, Any]:
+    """The results of a piece, of what it takes in this environment."""
     for eqn in piece.moved:
         operands = (_read(a, env) for a in eqn.invars if is_var(a) and is_float32(a))
         dtype = jnp.result_type(*operands)
@@ -79,7 +70,12 @@ def _piece(
     return {v: env[v] for v in piece.results}
 
 
-def _part(jaxpr: Jaxpr, part: Part, env: Env) -> None:
+def _part(jaxpr: Jaxpr, part: Part, env: Env, numbers: Mapping[Var, int]) -> None:
+    """A part, its results into the environment.
+
+    Args:
+      numbers: of each variable of the program, one of its own.
+    """
     eqns = [e for piece in part.segment for e in piece.eqns] + [e for e, _ in part.products]
     _, invars = cut_out(jaxpr, eqns, part.results)
 
@@ -87,7 +83,8 @@ def _part(jaxpr: Jaxpr, part: Part, env: Env) -> None:
         values = dict(zip(invars, args, strict=True))
         behind: dict[tuple[Var, ...], Any] = {}
         for piece in part.segment:
-            for v, x in _piece(jaxpr, piece, values, behind).items():
+            apart = dict(zip(piece.apart, _apart(piece, values, behind, numbers), strict=True))
+            for v, x in _piece(jaxpr, piece, {**values, **apart}).items():
                 if v in part.stored:
                     with _named(part.stored[v].eqn):
                         x = _stored(x, part.stored[v])
@@ -116,6 +113,34 @@ def _named(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(stack) if stack else contextlib.nullcontext()
 
 
+def _apart(
+    piece: Piece,
+    values: Mapping[Var, Any],
+    behind: dict[tuple[Var, ...], Sequence[Any]],
+    numbers: Mapping[Var, int],
+) -> Sequence[Any]:
+    """What a piece does not share with others, as XLA does not know it to be the same.
+
+    Args:
+      behind: what is behind a barrier. XLA takes two of the same values for one.
+      numbers: see `_part`. XLA takes two choices of the same number for one.
+    """
+    apart = tuple(piece.apart)
+    if not apart:
+        return []
+    if not piece.where_it_lies:
+        before = behind.get(apart) or [values[v] for v in apart]
+        behind[apart] = lax.optimization_barrier(before)
+        return behind[apart]
+    opaque, _ = lax.optimization_barrier((np.True_, np.int32(numbers[piece.results[0]])))
+    return [_chosen(values[v], opaque) for v in apart]
+
+
+def _chosen(x: Any, opaque: Any) -> Any:
+    """The value, if that is true, which XLA does not know."""
+    return lax.select_n(opaque, lax.full_like(x, 0), x)
+
+
 def _stored(x: Any, stored: Stored) -> Any:
     """The value as it gets into memory.
 
@@ -128,8 +153,7 @@ def _stored(x: Any, stored: Stored) -> Any:
         case Form.APART | Form.ADDED:
             return lax.optimization_barrier(half)
         case Form.FUSED:
-            opaque = lax.optimization_barrier(np.True_)
-            return lax.select_n(opaque, lax.full_like(half, 0), half)
+            return _chosen(half, lax.optimization_barrier(np.True_))
         case _:
             return half
 

@@ -54,6 +54,9 @@ _SMALL, _LEAST = 16, 2**14
 # A row that one kernel holds in registers.
 _LONGEST = 2**14
 
+# The libraries' products give rows that are as long as a multiple of this.
+_ALIGNED = 8
+
 
 class Cone(NamedTuple):
     """What a value is made of in one pass."""
@@ -128,6 +131,7 @@ class _Segment:
         every = ends.union(self.rounded, self.joined, wanted, statistics)
         self.statistics = statistics
         self.roots = [v for e in segment for v in e.outvars if v in every]
+        self.is_dear_once = sum(map(self._is_dear, segment)) <= 1
         self.passes: dict[Var, Pass] = {}
 
     def _is_big(self, atom: Atom) -> bool:
@@ -243,7 +247,7 @@ class _Segment:
             sources = self._fresh(cone)
             key = eqn.primitive.name, shape_of(eqn.invars[0]), tuple(eqn.params["axes"])
             is_scale = is_rounding(eqn)  # XLA finds it where what is rounded is made
-            is_dear = any(is_costly(e) and any(map(self._is_big, e.outvars)) for e in cone.eqns)
+            is_dear = any(map(self._is_dear, cone.eqns))
             is_apart = len(sources) > 1 or (self._is_combined(cone) and not is_scale)
             is_apart &= not is_along_rows(eqn) or is_scale
             is_apart |= is_dear
@@ -255,6 +259,13 @@ class _Segment:
             return Pass(level, (root,), is_apart=True)
         is_whole = not self._is_fused(eqn) and eqn.primitive.name not in _REDUCES
         return Pass(level, (id(eqn),) if is_whole else ())
+
+    def _is_dear(self, eqn: JaxprEqn) -> bool:
+        return is_costly(eqn) and any(map(self._is_big, eqn.outvars))
+
+    def _is_column_sum(self, root: Var) -> bool:
+        eqn = self.maker[root]
+        return eqn.primitive.name in _REDUCES and not is_along_rows(eqn)
 
     def _is_combined(self, cone: Cone) -> bool:
         """Whether something small is combined with all of it, a bias say."""
@@ -308,7 +319,9 @@ class _Segment:
         if group.is_apart:  # or XLA takes it for the pass that made these
             sources = (v for cone in cones for v in cone.sources if v in self.maker)
             apart += [v for v in dict.fromkeys(sources) if v not in fresh]
-        return Piece(ordered, list(roots), apart, list(self._moved(ordered)))
+        lies = all(map(self._is_column_sum, roots))
+        lies |= self.is_dear_once and any(map(_is_padded, fresh))  # or XLA writes what is dear
+        return Piece(ordered, list(roots), apart, lies, list(self._moved(ordered)))
 
     def _moved(self, eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
         """What only moves values from outside, which may be there in half, or adds them in it."""
@@ -320,6 +333,12 @@ class _Segment:
             if outside and is_moved and all(map(self.depends, operands)):
                 made.difference_update(eqn.outvars)
                 yield eqn
+
+
+def _is_padded(v: Var) -> bool:
+    """Whether the libraries' products give longer rows, and XLA cuts them."""
+    [length] = shape_of(v)[-1:] or [0]
+    return isinstance(length, int) and length % _ALIGNED > 0
 
 
 def _is_exact(eqn: JaxprEqn) -> bool:

@@ -63,6 +63,7 @@ class Piece(NamedTuple):
     eqns: Sequence[JaxprEqn]
     results: Sequence[Var]
     apart: Sequence[Var] = ()  # of what they take, what XLA is not to share with others
+    where_it_lies: bool = False  # whether XLA reads that so; what it cuts, a barrier has it copy
     moved: Sequence[JaxprEqn] = ()  # before them, in the dtype that what they move is stored in
 
 

@@ -199,6 +199,30 @@ def test_a_sum_of_what_was_looked_up_is_one_kernel_for_an_h200():
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_what_a_library_s_product_pads_is_not_copied_for_an_h200():
+    """Logits of a vocabulary that is no multiple of 8, and scores between as many places."""
+
+    def loss_fn(params, x):
+        q = x @ params["in"]
+        x = x + jax.nn.softmax(q @ q.swapaxes(1, 2) / 16) @ x
+        logits = x @ params["out"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    labels = jnp.arange(32 * 252).reshape(32, 252) % 30522
+    params = {"in": (256, 256), "out": (256, 30522)}
+    shapes = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in params.items()}
+    x = jax.ShapeDtypeStruct((32, 252, 256), jnp.float32)
+    step, options = (
+        autocast(step_of(loss_fn), "mixed_bfloat16"),
+        {"xla_gpu_enable_triton_gemm": False},
+    )
+    found = jmp_kit.numerics.traffic(step, shapes, x, target="h200", compiler_options=options)
+    assert any(k.dtype == "bfloat16" and "pad" in k.name for k in found.kernels)
+    assert not [k for k in found.kernels if "slice" in k.name and k.written > 2 * 32 * 252 * 252]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
 @pytest.mark.parametrize("first", [lambda x: x, layer_norm])
 def test_positions_are_added_to_a_batch_as_it_lies_in_memory(first):
     """XLA would have the batch last, for their gradient is a sum over it, and turn everything."""
@@ -235,6 +259,45 @@ def test_sums_over_the_same_values_are_one_pass():
     found = pieces(lambda x, scale, bias: layer_norm(x) * scale + bias, (64, 128, 64))
     vectors = [[v for v in piece.results if v.aval.shape == (64,)] for piece in found]
     assert max(map(len, vectors)) == 2
+
+
+@pytest.mark.parametrize("cap", [None, 50.0])
+@pytest.mark.parametrize(("time", "lies"), [(128, False), (126, True)])
+def test_rows_that_a_library_pads_are_read_where_they_lie(time, lies, cap):
+    """Of a whole row, a barrier costs nothing. Without one, XLA writes what is dear twice."""
+
+    def loss_fn(params, x):
+        q = x @ params[0]
+        scores = q @ q.swapaxes(1, 2)
+        scores = cap * jnp.tanh(scores / cap) if cap else scores
+        return mean_square(jax.nn.softmax(scores) @ (x + params[1]) @ params[0])
+
+    args = (jnp.eye(64), jnp.ones(64)), jnp.ones((8, time, 64))
+    [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", *args)
+    parts = [step for step in plan.steps if isinstance(step, Part)]
+    found = [piece for part in parts for piece in part.segment if piece.apart]
+    rows = [p for p in found if any(v.aval.shape == (8, time, time) for v in p.results)]
+    assert rows
+    assert rows[0].where_it_lies == (lies and not cap)  # the forward pass's
+    assert all(piece.where_it_lies for piece in found if piece not in rows)
+
+
+def test_no_two_passes_choose_alike():
+    """XLA would take what both read for the same, and compute with it once."""
+
+    def loss_fn(params, x):
+        for w, b in params:
+            x = layer_norm(x @ w) * b + b
+        return mean_square(x @ params[0][0])
+
+    params = [(jnp.eye(64), jnp.ones(64))] * 3
+    traced = jax.make_jaxpr(autocast(jax.grad(loss_fn), "mixed_bfloat16"))(
+        params, jnp.ones((256, 64))
+    )
+    barriers = (e for e, _ in every_equation(traced.jaxpr) if "barrier" in e.primitive.name)
+    atoms = (a for e in barriers for a in e.invars if isinstance(a, Literal))
+    numbers = [int(a.val) for a in atoms if a.aval.dtype == jnp.int32]
+    assert len(numbers) == len(set(numbers)) > 2
 
 
 def test_what_is_dear_and_summed_up_is_a_pass_of_its_own():
