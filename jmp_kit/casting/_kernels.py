@@ -5,8 +5,8 @@
 - Two sums over the same axes are the real and the imaginary part of one: XLA does not compute what
   both are made of twice, but writes it.
 - A sum that gives few results is taken in two stages, the first of which gives more.
-- What is summed up over its first axis into several axes is laid out row by row: XLA would put that
-  axis last in memory, and with it all that this was made of.
+- A sum over the first axis into several axes is one axis in between, and says not how they lie: XLA
+  would put the first last in memory, and with it all that this was made of.
 - The zeros that the backward pass of a maximum over windows starts from are of a shape of their
   own: they are written, and whatever takes zeros of the same shape would read them.
 """
@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.programs._jaxpr import equations_of, is_float32, shape_of, size_of
@@ -60,13 +59,15 @@ def sums(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
 
 
 def laid_out(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """The equation; of a sum over the first axis into several axes, what it sums up row by row."""
+    """The equation; a sum over the first axis into several axes does not say how these lie."""
     if eqn.primitive.name == "reduce_sum" and tuple(eqn.params["axes"]) == (0,):
-        [operand], [result] = eqn.invars, eqn.outvars
-        if len(shape_of(result)) > 1:
-            laid = Var(operand.aval)
-            yield from equations_of(_by_rows_on_gpus, [operand], [laid], eqn.source_info)
-            eqn = eqn.replace(invars=[laid])
+        [result] = eqn.outvars
+        spec = getattr(getattr(result.aval, "sharding", None), "spec", ())
+        if len(shape_of(result)) > 1 and not any(spec):  # split axes are not joined
+            total = Var(result.aval)
+            yield eqn.replace(outvars=[total])
+            yield from equations_of(_flat_on_gpus, [total], [result], eqn.source_info)
+            return
     yield eqn
 
 
@@ -106,9 +107,9 @@ def scattered(eqn: JaxprEqn, source: jax.Array, operand: jax.Array) -> Sequence[
     return [eqn.primitive.bind(source[None], operand[None], **eqn.params | more)[0]]
 
 
-def by_rows(x: jax.Array) -> jax.Array:
-    """What it is given, row by row in memory."""
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+def flat(total: jax.Array) -> jax.Array:
+    """What it is given, along one axis in between: XLA lays out no operand by one."""
+    return lax.optimization_barrier(total.reshape(-1)).reshape(total.shape)
 
 
 def _divided(eqn: JaxprEqn) -> int | None:
@@ -121,8 +122,8 @@ def _divided(eqn: JaxprEqn) -> int | None:
     return next((a for a in axes if a < len(shape) - 1 and shape[a] % _STAGES == 0), None)
 
 
-def _by_rows_on_gpus(x: jax.Array) -> Any:
-    return lax.platform_dependent(x, cuda=by_rows, rocm=by_rows, default=lambda x: x)
+def _flat_on_gpus(x: jax.Array) -> Any:
+    return lax.platform_dependent(x, cuda=flat, rocm=flat, default=lambda x: x)
 
 
 def _on_gpus(
