@@ -58,7 +58,7 @@ def sums(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
         yield from _on_gpus(functools.partial(sums_of, axes=axes, axis=axis), pair)
 
 
-def laid_out(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+def flattened(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """The equation; a sum over the first axis into several axes does not say how these lie."""
     if eqn.primitive.name == "reduce_sum" and tuple(eqn.params["axes"]) == (0,):
         [result] = eqn.outvars

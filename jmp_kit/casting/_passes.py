@@ -309,7 +309,7 @@ class _Segment:
         eqns = {id(e): e for cone in cones for e in cone.eqns}
         ordered = [eqns[i] for i in sorted(eqns, key=self.place.__getitem__)]
         fresh = dict.fromkeys(v for cone in cones for v in self._fresh(cone))
-        ordered = [e for eqn in ordered for e in kernels.laid_out(eqn)]
+        ordered = [e for eqn in ordered for e in kernels.flattened(eqn)]
         if group.is_row:
             ordered = list(kernels.rows(ordered, self._is_row))
         elif group.is_apart:
