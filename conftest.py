@@ -24,6 +24,16 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture
+def as_on_gpus(monkeypatch):
+    """What is written otherwise for a GPU, on this machine."""
+
+    def for_cuda(*args, default, **others):
+        return others.get("cuda", default)(*args)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", for_cuda)
+
+
 @pytest.fixture(autouse=True)
 def _examples_promote(request):
     """Doctests are what a user writes, under JAX's own default."""

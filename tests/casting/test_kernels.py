@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jmp_kit.casting._kernels import (
     flattened,
@@ -90,3 +91,22 @@ def test_what_is_flat_in_between_is_as_it_was(axes, shape):
     [found] = jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), [], x)
     np.testing.assert_array_equal(found, x.sum(axes))
     assert (len(eqns) > 1) == (axes == (0,) and len(shape) > 2)
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_split"), [((), False), (("data",), False), ((None, "data"), True)]
+)
+@pytest.mark.usefixtures("as_on_gpus")
+def test_axes_that_are_split_explicitly_are_not_joined(spec, is_split):
+    """JAX does not say where what is in one axis in between would lie."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    x = np.random.default_rng(0).integers(9, size=(8, 16, 3)).astype(np.float32)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        jaxpr, _ = opened(jax.make_jaxpr(lambda x: jnp.sum(x, 0))(placed))
+        eqns = [e for eqn in jaxpr.eqns for e in flattened(eqn)]
+        flat = jaxpr.replace(eqns=eqns)
+        [found] = jax.jit(lambda x: jax.core.eval_jaxpr(flat, [], x))(placed)
+    np.testing.assert_array_equal(found, x.sum(0))
+    assert found.sharding.is_fully_replicated != is_split
+    assert (len(eqns) == 1) == is_split

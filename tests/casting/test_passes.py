@@ -1,8 +1,10 @@
 """Segments in passes: what they compute, and what XLA makes of them for a GPU."""
 
+import functools
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -51,18 +53,14 @@ def through(norm):
     return step_of(loss_fn)
 
 
-def as_on_gpus(*args, default, **others):
-    return others.get("cuda", default)(*args)
-
-
 NORMS = {"layer norm": layer_norm, "softmax": jax.nn.softmax, "group norm": group_norm}
 
 
 @pytest.mark.parametrize("device", ["this", "a GPU"])
 @pytest.mark.parametrize("name", NORMS)
-def test_passes_compute_what_a_segment_computes(name, device, monkeypatch):
+def test_passes_compute_what_a_segment_computes(name, device, request):
     if device == "a GPU":
-        monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
+        request.getfixturevalue("as_on_gpus")
     step = through(NORMS[name])
     weights = [jnp.asarray(np.random.default_rng(i).normal(size=(32, 32)) / 6) for i in range(4)]
     x = jnp.asarray(np.random.default_rng(9).normal(size=(16, 64, 32)))
@@ -239,6 +237,28 @@ def test_positions_are_added_to_a_batch_as_it_lies_in_memory(first):
     assert moved(512, 256) <= 1.02 * moved(512 * 256)
 
 
+def test_what_is_written_for_gpus_is_exported_for_them():
+    """With everything that `_kernels` writes otherwise there, and what hides operands from XLA."""
+
+    def loss_fn(params, images):
+        x = jax.lax.reduce_window(images, -jnp.inf, jax.lax.max, (1, 3, 1), (1, 2, 1), "SAME")
+        x = layer_norm(x @ params["in"] + params["positions"])
+        x = x + jax.nn.softmax(x @ params["in"]) @ params["out"] * params["scale"]
+        return mean_square(group_norm(x @ params["out"]))
+
+    def step(params, images):
+        grads = jax.grad(loss_fn)(params, images)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    weight = jnp.eye(64)
+    params = {"in": weight, "out": weight, "positions": jnp.ones((32, 64)), "scale": jnp.ones(64)}
+    images = jax.random.normal(jax.random.key(0), (16, 64, 64))
+    half = jax.jit(autocast(step, "mixed_bfloat16"))
+    exported = jax.export.export(half, platforms=["cpu", "cuda"])(params, images)
+    found, there = exported.call(params, images), half(params, images)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, there)
+
+
 def pieces(norm, *shapes):
     """The passes of a train step, of the backward pass."""
 
@@ -330,9 +350,9 @@ def test_the_scales_of_a_cotangent_s_rows_are_found_where_it_is_made():
     assert rows == [[]]
 
 
-def test_no_sign_is_within_a_sum_along_rows(monkeypatch):
+@pytest.mark.usefixtures("as_on_gpus")
+def test_no_sign_is_within_a_sum_along_rows():
     """XLA takes it out, and makes two kernels of what else is one."""
-    monkeypatch.setattr(jax.lax, "platform_dependent", as_on_gpus)
     found = pieces(lambda x, *_: layer_norm(x), (64, 128, 64))
     maker = {v: e.primitive.name for piece in found for e in piece.eqns for v in e.outvars}
     sums = [e for piece in found for e in piece.eqns if e.primitive.name == "reduce_sum"]
