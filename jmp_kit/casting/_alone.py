@@ -1,9 +1,10 @@
 """Products that XLA is not to join with others of the same operand.
 
 XLA on GPUs makes one product of several that share an operand, if they are small, and cuts the
-result. Most of what takes such a piece reads it where it lies. But what a pass takes behind a
-barrier (see `_passes`) is copied first, and that is more than is saved. So these products take the
-operand behind a barrier, and each behind one more: XLA takes two barriers of the same for one.
+result. Most of what takes such a piece reads it where it lies. But what is taken behind a barrier,
+by a pass (see `_passes`) or to compute from it again, is copied first, and that is more than is
+saved. So these products take the operand behind a barrier, and each behind one more: XLA takes two
+barriers of the same for one.
 """
 
 import collections
@@ -12,8 +13,11 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.casting._plan import Part, Step
-from jmp_kit.programs._jaxpr import Atom, is_var
+from jmp_kit.casting._plan import Barrier, Part, Step
+from jmp_kit.programs._jaxpr import Atom, is_var, size_of
+
+# Elements: what is smaller is copied sooner than a kernel starts.
+_LEAST = 2**20
 
 
 def with_products_alone(steps: Sequence[Step], depends: Callable[[Atom], bool]) -> Iterator[Step]:
@@ -24,8 +28,7 @@ def with_products_alone(steps: Sequence[Step], depends: Callable[[Atom], bool]) 
       depends: whether a value depends on a product. What does not, weights say, may be cast where a
         product takes it, and a barrier would have it stored.
     """
-    parts = [step for step in steps if isinstance(step, Part)]
-    behind = _barriers(parts, depends)
+    behind = _barriers(steps, depends)
     for step in steps:
         if isinstance(step, Part):
             results = [eqn.outvars[0] for eqn, _ in step.products]
@@ -34,11 +37,14 @@ def with_products_alone(steps: Sequence[Step], depends: Callable[[Atom], bool]) 
 
 
 def _barriers(
-    parts: Sequence[Part], depends: Callable[[Atom], bool]
+    steps: Sequence[Step], depends: Callable[[Atom], bool]
 ) -> Mapping[Var, Mapping[Var, int]]:
     """Of results of products, and of their operands, behind how many barriers these are."""
+    parts = [step for step in steps if isinstance(step, Part)]
     pieces = (piece for part in parts for piece in part.segment if not piece.where_it_lies)
-    apart = {v for piece in pieces for v in piece.apart}
+    barriers = (step for step in steps if isinstance(step, Barrier) and not step.on_cpus)
+    copied = {v for piece in pieces for v in piece.apart}
+    copied.update(a for barrier in barriers for a in barrier.eqn.invars if is_var(a))
     sharing: dict[tuple[Var, *tuple[Any, ...]], list[Var]] = collections.defaultdict(list)
     for eqn in (eqn for part in parts for eqn, half in part.products if half is not None):
         for operand in _operands(eqn):
@@ -46,12 +52,17 @@ def _barriers(
     found: dict[Var, dict[Var, int]] = collections.defaultdict(dict)
     for (operand, *_), results in sharing.items():
         if depends(operand):
-            alone = [v for v in results if v in apart]
+            alone = [v for v in results if v in copied and not _is_small(v)]
             others = len(alone) < len(results)
             for count, v in enumerate(alone, int(others)):
                 if count:
                     found[v][operand] = count
     return found
+
+
+def _is_small(v: Var) -> bool:
+    size = size_of(v)  # a symbolic one is not known to be
+    return isinstance(size, int) and size < _LEAST
 
 
 def _operands(eqn: JaxprEqn) -> Iterator[tuple[Var, *tuple[Any, ...]]]:

@@ -25,16 +25,17 @@ def attention(params, x):
     return mean_square(weights @ (x @ params["values"]) @ params["out"])
 
 
-def alone(loss_fn, *args):
+def alone(loss_fn, *args, recompute=True):
     """Of each such product, behind how many barriers it takes an operand."""
-    [plan] = plans_of(jax.value_and_grad(loss_fn), "mixed_bfloat16", *args)
+    gradient = jax.value_and_grad(loss_fn)
+    [plan] = plans_of(gradient, "mixed_bfloat16", *args, recompute=recompute)
     parts = [step for step in plan.steps if isinstance(step, Part)]
     return [count for p in parts for counts in p.alone.values() for count in counts.values()]
 
 
 def test_each_takes_the_operand_behind_one_barrier_more():
     """What is there once for all others, and for the first if there are none."""
-    params, x = {name: jnp.ones((64, 64)) for name in NAMES}, jnp.ones((4, 256, 64))
+    params, x = {name: jnp.ones((64, 64)) for name in NAMES}, jnp.ones((64, 256, 64))
     assert sorted(alone(attention, params, x)) == [1, 2]  # queries, keys; the values' has none
 
     def without_values(params, x):
@@ -43,6 +44,20 @@ def test_each_takes_the_operand_behind_one_barrier_more():
         return mean_square(q * k @ params["out"])
 
     assert alone(without_values, params, x) == [1]
+    assert alone(without_values, params, x[:32]) == []  # a copy is less than a kernel more
+
+
+def test_what_is_computed_again_from_them_is_taken_behind_a_barrier_too():
+    """A gate and what it lets through."""
+
+    def gated(params, x):
+        y = norm(x @ params["in"])
+        y = jax.nn.silu(y @ params["keys"]) * (y @ params["values"])
+        return mean_square(y @ params["out"])
+
+    params, x = {name: jnp.ones((64, 64)) for name in NAMES}, jnp.ones((64, 256, 64))
+    assert alone(gated, params, x) == [1]
+    assert alone(gated, params, x, recompute=False) == []
 
 
 def test_weights_that_two_products_share_are_no_such_operand():
@@ -51,10 +66,11 @@ def test_weights_that_two_products_share_are_no_such_operand():
     def loss_fn(w, x):
         return mean_square(norm(x @ w) @ w) + mean_square(norm(2 * x @ w) @ w)
 
-    assert alone(loss_fn, jnp.eye(64), jnp.ones((4, 256, 64))) == []
+    assert alone(loss_fn, jnp.eye(64), jnp.ones((64, 256, 64))) == []
 
 
 def test_they_compute_what_they_did(monkeypatch):
+    monkeypatch.setattr("jmp_kit.casting._alone._LEAST", 0)
     keys = jax.random.split(jax.random.key(0), len(NAMES))
     params = {n: jax.random.normal(k, (32, 32)) / 5 for n, k in zip(NAMES, keys, strict=True)}
     x = jax.random.normal(jax.random.key(1), (2, 64, 32))
