@@ -4,13 +4,13 @@ A loop adds up those of micro-batches; what is scattered, the gradient of a tabl
 in, is added to what the same table multiplies.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._joined import MOVES
-from jmp_kit.programs._flow import SUMS
-from jmp_kit.programs._jaxpr import is_var, shape_of
+from jmp_kit.programs._flow import ADDS, SUMS
+from jmp_kit.programs._jaxpr import is_var, scatters, shape_of
 
 # The gradient of joined weights is cut apart.
 _CUTS = {"split", "slice"}
@@ -24,6 +24,20 @@ def is_accumulated(gradient: Var, uses: Uses, collects: Callable[[Var], bool]) -
         eqn is not None and (_adds(eqn, gradient, collects) or _goes_on(eqn, uses, collects))
         for eqn in uses[gradient]
     )
+
+
+def begun(eqns: Sequence[JaxprEqn], constant: Set[Var], reaching: Set[Var], uses: Uses) -> set[Var]:
+    """What is made of numbers and scattered into.
+
+    Not of a gradient that is added to another: XLA scatters into that.
+    """
+
+    def is_added(v: Var) -> bool:
+        return any(eqn is not None and eqn.primitive.name in ADDS for eqn in uses[v])
+
+    results = ((e.invars[0], e.outvars[0]) for e in eqns if scatters(e))
+    starts = (a for a, v in results if v in reaching or not is_added(v))
+    return {a for a in starts if is_var(a) and a in constant}
 
 
 def _adds(eqn: JaxprEqn, gradient: Var, collects: Callable[[Var], bool]) -> bool:

@@ -52,17 +52,12 @@ def _barriers(
     found: dict[Var, dict[Var, int]] = collections.defaultdict(dict)
     for (operand, *_), results in sharing.items():
         if depends(operand):
-            alone = [v for v in results if v in copied and not _is_small(v)]
+            alone = [v for v in results if v in copied and size_of(v) >= _LEAST]
             others = len(alone) < len(results)
             for count, v in enumerate(alone, int(others)):
                 if count:
                     found[v][operand] = count
     return found
-
-
-def _is_small(v: Var) -> bool:
-    size = size_of(v)  # a symbolic one is not known to be
-    return isinstance(size, int) and size < _LEAST
 
 
 def _operands(eqn: JaxprEqn) -> Iterator[tuple[Var, *tuple[Any, ...]]]:

@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._scans import Scan, opened_scan
-from jmp_kit.programs._flow import SUMS, Flow, bodies_of
+from jmp_kit.programs._flow import ADDS, Flow, bodies_of
 from jmp_kit.programs._jaxpr import (
     Atom,
     copied,
@@ -30,7 +30,6 @@ from jmp_kit.programs._jaxpr import (
 )
 from jmp_kit.programs._marks import called, is_backward, stack_of
 
-_ADDS = SUMS - {"sub"}
 # What may be between a product and the sums: the gradients of joined weights are cut apart.
 _MOVES = {"transpose", "reshape", "squeeze", "slice", "split", "neg"}
 
@@ -110,7 +109,7 @@ def _gradients(scan: Scan, flow: Flow) -> Iterator[_Gradients]:
     sums: dict[int, dict[int, JaxprEqn]] = defaultdict(dict)
     for place, ((_, before), (_, after)) in enumerate(zip(scan.carry, scan.carried, strict=True)):
         total = maker.get(after) if is_var(after) else None
-        if total is None or total.primitive.name not in _ADDS:
+        if total is None or total.primitive.name not in ADDS:
             continue
         added = [a for a in total.invars if is_var(a) and a is not before]
         if len(added) == len(uses[before]) == len(uses[after]) == 1 and before in total.invars:

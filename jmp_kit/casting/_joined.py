@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._worth import normed, reduces
-from jmp_kit.programs._flow import SUMS, Flow
+from jmp_kit.programs._flow import ADDS, SUMS, Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
     is_along_rows,
@@ -28,7 +28,7 @@ _SCALES = {"mul", "div", "pad", "slice"}
 # What a value goes through as it is.
 MOVES = {"reshape", "transpose", "neg", "convert_element_type", "squeeze"}
 # What XLA adds in the kernel of a product, and what may be between.
-_ADDS, MOVED = SUMS - {"sub"}, {"reshape", "squeeze"}
+MOVED = {"reshape", "squeeze"}
 
 
 def joined(
@@ -100,7 +100,7 @@ def added(segment: Sequence[JaxprEqn], products: Set[Var]) -> set[Var]:
         operands = list(filter(is_var, eqn.invars))
         if eqn.primitive.name in MOVED and not given.isdisjoint(operands):
             given.update(eqn.outvars)
-        elif eqn.primitive.name in _ADDS and len(operands) == 2:
+        elif eqn.primitive.name in ADDS and len(operands) == 2:
             terms = found | given
             sizes = {size_of(a) for a in (*operands, *eqn.outvars)}
             from_outside = all(a in terms or a not in inside for a in operands)
@@ -159,4 +159,4 @@ def summed_first(
 
 def is_sum(part: Sequence[JaxprEqn]) -> bool:
     """Whether it is a part of such sums alone."""
-    return {e.primitive.name for e in part} <= _ADDS | MOVED
+    return {e.primitive.name for e in part} <= ADDS | MOVED

@@ -7,24 +7,33 @@
 - A sum that gives few results is taken in two stages, the first of which gives more.
 - A sum over the first axis into several axes is one axis in between, and says not how they lie: XLA
   would put the first last in memory, and with it all that this was made of.
+- What is scattered into, zeros say, is there once for each scatter, and not before what is added to
+  it: XLA would write it where memory is fullest, and copy it for each.
+- A sum takes first what is not a sum: of two products XLA asks the first alone whether it can add
+  the other to what it gives, and one that adds already cannot.
 - The zeros that the backward pass of a maximum over windows starts from are of a shape of their
   own: they are written, and whatever takes zeros of the same shape would read them.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.programs._jaxpr import equations_of, is_float32, shape_of, size_of
+from jmp_kit.programs._flow import ADDS
+from jmp_kit.programs._jaxpr import equations_of, is_float32, is_var, scatters, shape_of, size_of
 
 # XLA fuses a sum of many values with what they are made of, unless it gives few results. Over
 # leading axes alone it takes two stages itself.
 _STAGES, _FEW, _MANY = 8, 2**14, 2**20
+
+# Elements of what is worth a detour, in memory.
+_LARGE = 2**22
 
 
 def rows(eqns: Sequence[JaxprEqn], is_row: Callable[[JaxprEqn], bool]) -> Iterator[JaxprEqn]:
@@ -58,17 +67,43 @@ def sums(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
         yield from _on_gpus(functools.partial(sums_of, axes=axes, axis=axis), pair)
 
 
+def begun_late(eqn: JaxprEqn, begun: Set[Var], sources: Iterable[Var]) -> Iterator[JaxprEqn]:
+    """The equation; what it scatters into is not there before these, if it is large.
+
+    Args:
+      begun: what is made of numbers and scattered into, and so there whenever XLA likes.
+      sources: what is stored that the updates are made of.
+    """
+    if scatters(eqn):
+        start, *others = eqn.invars
+        late = [v for v in sources if not _is_split(v)]
+        is_begun = is_var(start) and start in begun
+        if is_begun and late and size_of(start) >= _LARGE and not _is_split(start):
+            made = Var(start.aval)
+            yield from equations_of(_after_on_gpus, [start, *late], [made], eqn.source_info)
+            eqn = eqn.replace(invars=[made, *others])
+    yield eqn
+
+
 def flattened(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """The equation; a sum over the first axis into several axes does not say how these lie."""
     if eqn.primitive.name == "reduce_sum" and tuple(eqn.params["axes"]) == (0,):
         [result] = eqn.outvars
-        spec = getattr(getattr(result.aval, "sharding", None), "spec", ())
-        if len(shape_of(result)) > 1 and not any(spec):  # split axes are not joined
+        if len(shape_of(result)) > 1 and not _is_split(result):  # split axes are not joined
             total = Var(result.aval)
             yield eqn.replace(outvars=[total])
             yield from equations_of(_flat_on_gpus, [total], [result], eqn.source_info)
             return
     yield eqn
+
+
+def given_first(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """The equations, in sums what is given before what they make."""
+    made = {v for e in eqns for v in e.outvars}
+    for eqn in eqns:
+        variables = list(filter(is_var, eqn.invars))
+        swaps = eqn.primitive.name in ADDS and [v in made for v in variables] == [True, False]
+        yield eqn.replace(invars=eqn.invars[::-1]) if swaps else eqn
 
 
 def own_zeros(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
@@ -107,6 +142,13 @@ def scattered(eqn: JaxprEqn, source: jax.Array, operand: jax.Array) -> Sequence[
     return [eqn.primitive.bind(source[None], operand[None], **eqn.params | more)[0]]
 
 
+def after(start: jax.Array, *sources: jax.Array) -> jax.Array:
+    """What is scattered into, which XLA does not know before it knows these."""
+    corners = [lax.slice(x, [0] * x.ndim, [1] * x.ndim).reshape(()) for x in sources]
+    other = lax.full_like(start, sum(x.astype(start.dtype) for x in corners))
+    return lax.select_n(lax.optimization_barrier(np.True_), other, start)
+
+
 def flat(total: jax.Array) -> jax.Array:
     """What it is given, along one axis in between: XLA lays out no operand by one."""
     return lax.optimization_barrier(total.reshape(-1)).reshape(total.shape)
@@ -120,6 +162,17 @@ def _divided(eqn: JaxprEqn) -> int | None:
         return None
     shape = shape_of(operand)
     return next((a for a in axes if a < len(shape) - 1 and shape[a] % _STAGES == 0), None)
+
+
+def _is_split(v: Var) -> bool:
+    """Whether its type says that devices hold parts of it."""
+    return any(getattr(getattr(v.aval, "sharding", None), "spec", ()))
+
+
+def _after_on_gpus(start: jax.Array, *sources: jax.Array) -> Any:
+    return lax.platform_dependent(
+        start, *sources, cuda=after, rocm=after, default=lambda start, *sources: start
+    )
 
 
 def _flat_on_gpus(x: jax.Array) -> Any:

@@ -81,6 +81,7 @@ def passes(
     stored: Mapping[Var, Stored],
     depends: Callable[[Atom], bool],
     constant: Set[Var] = frozenset(),
+    begun: Set[Var] = frozenset(),
 ) -> Iterator[Piece]:
     """The segment's equations, in passes.
 
@@ -90,11 +91,13 @@ def passes(
       stored: how some of these are stored.
       depends: whether a value depends on a product, and so may be there in half.
       constant: what is made of numbers in the program, and so made again rather than read.
+      begun: of that, what is scattered into.
     """
     if any(map(acts, segment)):  # which is alone
         yield Piece(segment, made)
         return
-    found = _Segment(segment, made, stored, depends, constant)
+    segment = list(kernels.given_first(segment))
+    found = _Segment(segment, made, stored, depends, constant, begun)
     groups: dict[Pass, list[Var]] = collections.defaultdict(list)
     for v in found.roots:
         groups[found.pass_of(v)].append(v)
@@ -110,6 +113,7 @@ class _Segment:
         stored: Mapping[Var, Stored],
         depends: Callable[[Atom], bool],
         constant: Set[Var],
+        begun: Set[Var],
     ) -> None:
         self.maker = {v: e for e in segment for v in e.outvars}
         self.place = {id(e): i for i, e in enumerate(segment)}
@@ -119,7 +123,7 @@ class _Segment:
         self.summed = {v for v in self.rounded if stored[v].form is Form.FUSED}
         sums = [v for v in self.rounded if stored[v].form is Form.ADDED]
         self.added, _ = traced_back(sums, self.maker)  # by the places of equations
-        self.depends, self.constant = depends, constant
+        self.depends, self.constant, self.begun = depends, constant, begun
         self.joins = self._joining(segment)
         # What ends a pass, for whoever takes it: all but what a pass of its own makes again.
         ends = {v for v, e in self.maker.items() if not self._is_fused(e) and not self._is_row(e)}
@@ -310,6 +314,7 @@ class _Segment:
         ordered = [eqns[i] for i in sorted(eqns, key=self.place.__getitem__)]
         fresh = dict.fromkeys(v for cone in cones for v in self._fresh(cone))
         ordered = [e for eqn in ordered for e in kernels.flattened(eqn)]
+        ordered = [e for eqn in ordered for e in kernels.begun_late(eqn, self.begun, [*fresh])]
         if group.is_row:
             ordered = list(kernels.rows(ordered, self._is_row))
         elif group.is_apart:

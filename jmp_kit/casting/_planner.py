@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_kit._dtypes import stored_dtype
 from jmp_kit.casting import _loops as loops
 from jmp_kit.casting import _plan
-from jmp_kit.casting._accumulated import is_accumulated
+from jmp_kit.casting._accumulated import begun, is_accumulated
 from jmp_kit.casting._alone import with_products_alone
 from jmp_kit.casting._biases import bias_of
 from jmp_kit.casting._float8 import is_scaled_at_once
@@ -51,6 +51,7 @@ from jmp_kit.programs._jaxpr import (
     is_float32,
     is_small,
     is_var,
+    scatters,
     uses_of,
 )
 from jmp_kit.programs._marks import (
@@ -85,6 +86,7 @@ class Program(NamedTuple):
     origins: Mapping[Var, Origins]  # of what it is an update
     products: set[Var]  # what they give
     scattered: set[Var]  # what is scattered into
+    begun: set[Var]  # that which this begins with
     whole: set[Var]  # not to be rounded
     taken: set[Var]  # by something that is no product
     costly: set[Var]  # see `_worth`
@@ -157,20 +159,23 @@ class Planner:
         states = self.states.mirrored(jaxpr, origins, depending)
         if states.shapes != self.states.shapes:
             origins = states.origins(jaxpr, known.origins, depending)
+        constant, uses = constants_of(jaxpr), uses_of(jaxpr)
+        reaching = self.flow.reaching(jaxpr, known.reaches)
         return Program(
             jaxpr,
             depending,
-            constants_of(jaxpr),
-            self.flow.reaching(jaxpr, known.reaches),
+            constant,
+            reaching,
             origins,
             {v for e in jaxpr.eqns if self.flow.is_product(e) for v in e.outvars},
-            {v for e in jaxpr.eqns if e.primitive.name.startswith("scatter") for v in e.outvars},
+            {v for e in jaxpr.eqns if scatters(e) for v in e.outvars},
+            begun(jaxpr.eqns, constant, reaching, uses),
             states.whole(jaxpr, known.whole, origins, depending),
             self.flow.taken_by_others(jaxpr),
             costly(jaxpr, self.flow),
             summed(jaxpr, self.flow),
             spread(jaxpr, self.flow),
-            uses_of(jaxpr),
+            uses,
             states,
             self.price is not None and is_gradient(jaxpr),
         )
@@ -225,7 +230,9 @@ class Planner:
         given = {*program.jaxpr.invars, *program.jaxpr.constvars} - program.depending
         unmarked = {a for e in products if not marked_dtype(e) for a in e.invars if is_var(a)}
         yield Part(
-            segment=list(passes(segment, made, stored, program.depends, program.constant))
+            segment=list(
+                passes(segment, made, stored, program.depends, program.constant, program.begun)
+            )
             if program.is_gradient
             else [Piece(segment, made)],
             stored=stored,

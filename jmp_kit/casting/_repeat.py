@@ -119,7 +119,8 @@ class _Backward:
         pairs = [(a, e) for e in again for a in e.invars if is_var(a)]
         spread = [a for a, e in (*pairs, *before) if a not in depending and _is_spread(a, e)]
         arrived = [a for a, _ in before if a in self.ends and a not in self.behind]
-        last = sorted(arrived, key=made_in.__getitem__)[-1:]
+        # Of several, what a sum of them begins with: the libraries' products add others to that.
+        last = [max(arrived, key=made_in.__getitem__)] if arrived else []
         moving = [v for v in sources if v in depending]
         widened = [v for v in there if v in depending]
         for several, on_cpus in ((moving, False), ([*widened, *spread], True)):

@@ -18,8 +18,9 @@ ragged products."""
 # What libraries compute as one, attention say.
 KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
 
-# What adds two values.
-SUMS = {"add", "add_any", "sub"}
+# What adds two values, or their difference.
+ADDS = {"add", "add_any"}
+SUMS = ADDS | {"sub"}
 
 # Each result is made of the operand in the same place.
 PAIRED = {"optimization_barrier", "psum", "psum_invariant", "pmax", "pmin", "ppermute", "pvary"}

@@ -276,6 +276,11 @@ def traced_back(
     return eqns, sources
 
 
+def scatters(eqn: JaxprEqn) -> bool:
+    """Whether it puts values at places of its first operand."""
+    return eqn.primitive.name.startswith("scatter")
+
+
 def is_along_rows(eqn: JaxprEqn) -> bool:
     """Whether it reduces the last axis, and no other."""
     return eqn.params.get("axes") == (len(shape_of(eqn.invars[0])) - 1,)

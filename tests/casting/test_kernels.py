@@ -7,8 +7,11 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jmp_kit.casting._accumulated import begun
 from jmp_kit.casting._kernels import (
+    begun_late,
     flattened,
+    given_first,
     own_zeros,
     row_sum,
     scattered,
@@ -16,7 +19,7 @@ from jmp_kit.casting._kernels import (
     sums,
     sums_of,
 )
-from jmp_kit.programs._jaxpr import opened
+from jmp_kit.programs._jaxpr import constants_of, opened, traced_back, uses_of
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
@@ -110,3 +113,58 @@ def test_axes_that_are_split_explicitly_are_not_joined(spec, is_split):
     np.testing.assert_array_equal(found, x.sum(0))
     assert found.sharding.is_fully_replicated != is_split
     assert (len(eqns) == 1) == is_split
+
+
+@pytest.mark.usefixtures("as_on_gpus")
+@pytest.mark.parametrize("first", [1.0, np.nan, np.inf])
+def test_what_is_scattered_into_comes_after_what_is_added(first):
+    """And is what it was, whatever that is. If it is large, and made of numbers alone."""
+
+    def lookups(places, updates):
+        return jnp.zeros((2**16, 64)).at[places].add(updates)
+
+    places, updates = jnp.arange(4), jnp.full((4, 64), first)
+    jaxpr, _ = opened(jax.make_jaxpr(lookups)(places, updates))
+    zeros = begun(jaxpr.eqns, constants_of(jaxpr), set(), uses_of(jaxpr))
+    sources = [jaxpr.invars[1]]
+    eqns = [e for eqn in jaxpr.eqns for e in begun_late(eqn, zeros, sources)]
+    [found] = jax.jit(lambda *args: jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), [], *args))(
+        places, updates
+    )
+    np.testing.assert_array_equal(found, lookups(places, updates))
+    [scatter] = (e for e in eqns if e.primitive.name == "scatter-add")
+    _, taken = traced_back([scatter.invars[0]], {v: e for e in eqns for v in e.outvars})
+    assert jaxpr.invars[1] in taken
+    unchanged = [jaxpr.eqns] * 2
+    assert unchanged == [
+        [e for eqn in jaxpr.eqns for e in begun_late(eqn, *args)]
+        for args in ((set(), sources), (zeros, []))
+    ]
+
+
+def test_what_is_added_to_others_begins_with_these():
+    """The gradient of a table that is multiplied with, too."""
+
+    def gradient(places, updates, product):
+        return jnp.zeros((16, 4)).at[places].add(updates) + product
+
+    places, updates, product = jnp.arange(4), jnp.ones((4, 4)), jnp.ones((16, 4))
+    jaxpr, _ = opened(jax.make_jaxpr(gradient)(places, updates, product))
+    [eqn] = (e for e in jaxpr.eqns if e.primitive.name == "scatter-add")
+    constant, uses = constants_of(jaxpr), uses_of(jaxpr)
+    assert begun(jaxpr.eqns, constant, set(), uses) == set()
+    assert begun(jaxpr.eqns, constant, {*eqn.outvars}, uses) == {eqn.invars[0]}  # of a cotangent
+
+
+def test_a_sum_takes_first_what_it_is_given():
+    """Of products, the one that XLA asks whether it adds the other to what it gives."""
+
+    def cotangent(q, k, v):
+        return (k + v) + q + 1.0
+
+    jaxpr, _ = opened(jax.make_jaxpr(cotangent)(1.0, 2.0, 3.0))
+    eqns = list(given_first(jaxpr.eqns))
+    q, k, v = jaxpr.invars
+    assert [e.invars[:2] for e in eqns[:2]] == [[k, v], [q, eqns[0].outvars[0]]]
+    assert eqns[2:] == jaxpr.eqns[2:]
+    assert jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), [], 1.0, 2.0, 3.0) == [7.0]

@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 import jmp_kit
 from jmp_kit import autocast
-from jmp_kit.casting import plans_of
+from jmp_kit.casting import _kernels, plans_of
 from jmp_kit.casting._plan import Barrier, Form, Part
 from jmp_kit.programs import every_equation
 from jmp_kit.programs._jaxpr import is_along_rows
@@ -98,13 +98,13 @@ def test_kernels_write_fewer_float32_activations(name):
     assert wide(recompute=True) <= 0.85 * wide(recompute=False)
 
 
-def compiled(loss_fn, *shapes):
+def compiled(loss_fn, *shapes, options=None):
     """What the kernels of a train step move on an H200."""
     params, x = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=is_shape
     )
     step = autocast(step_of(loss_fn), "mixed_bfloat16")
-    return jmp_kit.numerics.traffic(step, params, x, target="h200")
+    return jmp_kit.numerics.traffic(step, params, x, target="h200", compiler_options=options)
 
 
 def is_shape(x):
@@ -235,6 +235,55 @@ def test_positions_are_added_to_a_batch_as_it_lies_in_memory(first):
         return compiled(loss_fn, params, (32, 512, 256)).nbytes
 
     assert moved(512, 256) <= 1.02 * moved(512 * 256)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_a_table_s_gradient_takes_no_memory_before_it_is_made(monkeypatch):
+    """XLA writes the zeros that it begins with where the backward pass begins."""
+
+    def loss_fn(params, tokens):
+        x = params["table"][tokens]
+        for w in params["layers"]:
+            x = x + jnp.tanh(x @ w) @ w.T
+        return mean_square(x @ params["out"])
+
+    shape = jax.ShapeDtypeStruct
+    params = {
+        "table": shape((16384, 256), jnp.float32),
+        "out": shape((256, 16384), jnp.float32),
+        "layers": [shape((256, 1024), jnp.float32)] * 4,
+    }
+    args = H200.placed((params, shape((8, 1024), jnp.int32)))
+
+    def memory():
+        step = jax.jit(autocast(step_of(loss_fn), "mixed_bfloat16"), donate_argnums=0)
+        program = step.lower(*args).compile(H200.compiler_options)
+        return program.memory_analysis().temp_size_in_bytes
+
+    late = memory()
+    monkeypatch.setattr(_kernels, "begun_late", lambda eqn, *_: [eqn])
+    assert late <= memory() - 4 * 16384 * 256
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_libraries_add_the_cotangents_of_three_products(monkeypatch):
+    """Without a kernel that adds to what they give."""
+
+    def loss_fn(params, x):
+        x = layer_norm(x @ params["in"])
+        q, k, v = (jnp.tanh(x @ params[name]) for name in "qkv")
+        return mean_square(layer_norm(q * k * v) @ params["in"])
+
+    def moved():
+        params = dict.fromkeys(("in", *"qkv"), (512, 512))
+        options = {"xla_gpu_enable_triton_gemm": False}
+        return compiled(loss_fn, params, (16, 1024, 512), options=options).nbytes
+
+    found = moved()
+    monkeypatch.setattr(_kernels, "given_first", lambda eqns: eqns)
+    assert found <= moved() - 2 * 2 * 16 * 1024 * 512
 
 
 def test_what_is_written_for_gpus_is_exported_for_them():
