@@ -143,6 +143,19 @@ def root_of(computation: Computation) -> Instruction:
     return root
 
 
+def first_name(computation: Computation, name: str) -> str:
+    """What a value is called where it is made: what was behind a barrier is in a tuple."""
+    instruction = computation[name]
+    if instruction.opcode == "bitcast":
+        return first_name(computation, instruction.operands[0])
+    if instruction.opcode == "get-tuple-element":
+        several = computation[instruction.operands[0]]
+        index = re.search(r"index=(\d+)", instruction.attributes)
+        if several.opcode == "tuple" and index:
+            return first_name(computation, several.operands[int(index[1])])
+    return name
+
+
 class Run(NamedTuple):
     """An instruction, and where it stands."""
 

@@ -4,12 +4,21 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from jmp_kit.numerics._hlo import Array, Computation, Instruction, Program, Run, parse, root_of
+from jmp_kit.numerics._hlo import (
+    Array,
+    Computation,
+    Instruction,
+    Program,
+    Run,
+    first_name,
+    parse,
+    root_of,
+)
 from jmp_kit.numerics._lowered import AROUND, device_of, path_of
 from jmp_kit.numerics._tables import count, percent, table
 from jmp_kit.numerics._targets import compiled
@@ -214,7 +223,8 @@ def _moved(run: Run, program: Program) -> tuple[list[Array], list[_Written]]:
     """What a kernel reads and writes."""
     instruction = run.instruction
     if instruction.opcode.removesuffix("-start") == "fusion":
-        return _moved_by_fusion(program.computations[instruction.called[0]])
+        names = [first_name(run.computation, name) for name in instruction.operands]
+        return _moved_by_fusion(program.computations[instruction.called[0]], names)
     read, results = run.operands, _results(instruction)
     if instruction.opcode in _PUTS:
         again, put = _put(instruction, run.computation)
@@ -247,7 +257,14 @@ def _put(instruction: Instruction, computation: Computation) -> tuple[list[Array
     return [put] if instruction.opcode == "scatter" else [], (put, whole)
 
 
-def _moved_by_fusion(fused: Computation) -> tuple[list[Array], list[_Written]]:
+def _moved_by_fusion(
+    fused: Computation, names: Sequence[str]
+) -> tuple[list[Array], list[_Written]]:
+    """What it reads and writes.
+
+    Args:
+      names: of its operands. What it takes twice it reads once.
+    """
     uses: dict[str, list[tuple[Instruction, int]]] = collections.defaultdict(list)
     for instruction in fused.values():
         for i, name in enumerate(instruction.operands):
@@ -268,12 +285,15 @@ def _moved_by_fusion(fused: Computation) -> tuple[list[Array], list[_Written]]:
         size = sum(array.size for array in picked.values())
         return picked if size < whole[name].size else whole
 
-    read = []
+    read, whole = [], set()
     for instruction in fused.values():
         if instruction.opcode == "parameter":
-            [array] = instruction.results[:1]
-            picked = taken(instruction.name).values()
-            read += [Array(array.dtype, part.shape) for part in picked]
+            [array], name = instruction.results[:1], names[int(instruction.operands[0])]
+            picked = [Array(array.dtype, part.shape) for part in taken(instruction.name).values()]
+            if name not in whole:
+                read += picked
+            if picked == [array]:
+                whole.add(name)
     root = root_of(fused)
     outputs = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
     written: list[_Written] = []

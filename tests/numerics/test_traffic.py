@@ -212,6 +212,35 @@ def test_what_is_cut_of_an_operand_behind_other_operations(last, rows):
     assert kernel.read == rows * 8 * 4
 
 
+TWICE = """HloModule jit_step
+
+%sum (p: f32[64,8], q: f32[64,8], r: f32[64,8]) -> f32[64,8] {
+  %p = f32[64,8]{1,0} parameter(0)
+  %q = f32[64,8]{1,0} parameter(1)
+  %r = f32[64,8]{1,0} parameter(2)
+  %s = f32[64,8]{1,0} multiply(%p, %q)
+  ROOT %t = f32[64,8]{1,0} multiply(%s, %r)
+}
+
+ENTRY %main (x: f32[512], y: f32[64,8]) -> f32[64,8] {
+  %x = f32[512]{0} parameter(0)
+  %y = f32[64,8]{1,0} parameter(1)
+  %b = f32[64,8]{1,0} bitcast(%x)
+  %behind = (f32[64,8]{1,0}, f32[64,8]{1,0}) tuple(%y, %b)
+  %a = f32[64,8]{1,0} get-tuple-element(%behind), index=0
+  %c = f32[64,8]{1,0} get-tuple-element(%behind), index=1
+  ROOT %f = f32[64,8]{1,0} fusion(%b, %OTHER, %c), kind=kLoop, calls=%sum
+}
+"""
+
+
+@pytest.mark.parametrize(("other", "values"), [("c", 1), ("a", 2), ("y", 2)])
+def test_what_a_kernel_takes_twice_is_read_once(other, values):
+    """Behind a barrier, which leaves a tuple, it has another name."""
+    [kernel] = traffic_of(TWICE.replace("OTHER", other), "a device").kernels
+    assert kernel.read == values * 64 * 8 * 4
+
+
 def test_what_is_cut_behind_a_cast_counts_as_what_is_read():
     widened = CUT.replace("x: f32", "x: bf16").replace("p: f32", "p: bf16")
     widened = widened.replace("%p = f32", "%p = bf16").replace("%x = f32", "%x = bf16")
