@@ -313,8 +313,10 @@ class _Segment:
         eqns = {id(e): e for cone in cones for e in cone.eqns}
         ordered = [eqns[i] for i in sorted(eqns, key=self.place.__getitem__)]
         fresh = dict.fromkeys(v for cone in cones for v in self._fresh(cone))
+        sources = dict.fromkeys(v for cone in cones for v in cone.sources)
         ordered = [e for eqn in ordered for e in kernels.flattened(eqn)]
-        ordered = [e for eqn in ordered for e in kernels.begun_late(eqn, self.begun, [*fresh])]
+        late = [v for v in sources if is_float32(v) and self.depends(v)]
+        ordered = [e for eqn in ordered for e in kernels.begun_late(eqn, self.begun, late)]
         if group.is_row:
             ordered = list(kernels.rows(ordered, self._is_row))
         elif group.is_apart:
@@ -322,8 +324,7 @@ class _Segment:
         ordered = [e for eqn in ordered for e in kernels.own_zeros(eqn)]
         apart = list(fresh) if group.is_apart else []
         if group.is_apart:  # or XLA takes it for the pass that made these
-            sources = (v for cone in cones for v in cone.sources if v in self.maker)
-            apart += [v for v in dict.fromkeys(sources) if v not in fresh]
+            apart += [v for v in sources if v in self.maker and v not in fresh]
         lies = all(map(self._is_column_sum, roots))
         lies |= self.is_dear_once and any(map(_is_padded, fresh))  # or XLA writes what is dear
         return Piece(ordered, list(roots), apart, lies, list(self._moved(ordered)))

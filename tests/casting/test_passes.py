@@ -16,7 +16,7 @@ from jmp_kit import autocast
 from jmp_kit.casting import _kernels, plans_of
 from jmp_kit.casting._plan import Barrier, Form, Part
 from jmp_kit.programs import every_equation
-from jmp_kit.programs._jaxpr import is_along_rows
+from jmp_kit.programs._jaxpr import constants_of, is_along_rows, opened
 from jmp_kit.programs._marks import is_backward, stack_of
 from tests.casting.stream import step_of
 from tests.casting.zoo import mean_square
@@ -237,33 +237,40 @@ def test_positions_are_added_to_a_batch_as_it_lies_in_memory(first):
     assert moved(512, 256) <= 1.02 * moved(512 * 256)
 
 
+def looked_up(params, tokens):
+    x = params["table"][tokens]
+    for w in params["layers"]:
+        x = x + jnp.tanh(x @ w) @ w.T
+    return mean_square(x @ params["out"])
+
+
+def with_a_table(*tokens):
+    shape, layer = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+    table, out = shape((16384, 256), jnp.float32), shape((256, 16384), jnp.float32)
+    return {"table": table, "layers": [layer] * 4, "out": out}, shape(tokens, jnp.int32)
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
 def test_a_table_s_gradient_takes_no_memory_before_it_is_made(monkeypatch):
     """XLA writes the zeros that it begins with where the backward pass begins."""
 
-    def loss_fn(params, tokens):
-        x = params["table"][tokens]
-        for w in params["layers"]:
-            x = x + jnp.tanh(x @ w) @ w.T
-        return mean_square(x @ params["out"])
-
-    shape = jax.ShapeDtypeStruct
-    params = {
-        "table": shape((16384, 256), jnp.float32),
-        "out": shape((256, 16384), jnp.float32),
-        "layers": [shape((256, 1024), jnp.float32)] * 4,
-    }
-    args = H200.placed((params, shape((8, 1024), jnp.int32)))
-
     def memory():
-        step = jax.jit(autocast(step_of(loss_fn), "mixed_bfloat16"), donate_argnums=0)
-        program = step.lower(*args).compile(H200.compiler_options)
+        step = jax.jit(autocast(step_of(looked_up), "mixed_bfloat16"), donate_argnums=0)
+        program = step.lower(*H200.placed(with_a_table(8, 1024))).compile(H200.compiler_options)
         return program.memory_analysis().temp_size_in_bytes
 
     late = memory()
     monkeypatch.setattr(_kernels, "begun_late", lambda eqn, *_: [eqn])
     assert late <= memory() - 4 * 16384 * 256
+
+
+@pytest.mark.usefixtures("as_on_gpus")
+def test_a_large_table_s_gradient_waits_for_a_few_words():
+    step = autocast(step_of(looked_up), "mixed_bfloat16")
+    jaxpr, _ = opened(jax.make_jaxpr(step)(*with_a_table(1, 8)))
+    [eqn] = (e for e in jaxpr.eqns if e.primitive.name == "scatter-add")
+    assert eqn.invars[0] not in constants_of(jaxpr)
 
 
 @pytest.mark.filterwarnings("default")
