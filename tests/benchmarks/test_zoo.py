@@ -1,21 +1,32 @@
 """The zoo: every model is the same by hand and in float32, but for digits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from benchmarks.zoo import ZOO
+import jmp_kit
+from benchmarks.zoo import ZOO, decoders
 from benchmarks.zoo.experts import Experts
-from tests.compiling import quick_or_slow
+from jmp_kit import autocast
+from tests.casting.test_zoo import distance
+from tests.compiling import OPTIMISED, quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def drawn(like):
-    if like.dtype == jnp.int32:
-        return jax.random.randint(jax.random.key(0), like.shape, 0, 64)
-    return jax.random.uniform(jax.random.key(1), like.shape, like.dtype)
+def drawn(batch, seed=0):
+    """Words and labels, images and noise."""
+
+    def like(key, x):
+        if x.dtype == jnp.int32:
+            return jax.random.randint(key, x.shape, 0, 64)
+        return jax.random.normal(key, x.shape, x.dtype)
+
+    return jax.tree.map(like, optax.tree.split_key_like(jax.random.key(seed), batch), batch)
 
 
 @pytest.mark.parametrize("tiny", quick_or_slow([True, False], [True]))
@@ -38,12 +49,54 @@ RUN = [name for name in ZOO if not name.startswith(("llama", "experts")) and nam
 @pytest.mark.parametrize("name", quick_or_slow(RUN, {"mamba"}))
 def test_by_hand_the_loss_is_that_of_float32(name):
     model = ZOO[name].at(tiny=True)
-    batch = jax.tree.map(drawn, model.batch)
+    batch = drawn(model.batch)
     exact, half = (
         jax.jit(model.task.loss(dtype))(*model.task.variables, *batch)[0]
         for dtype in (None, jnp.bfloat16)
     )
     assert float(half) == pytest.approx(float(exact), rel=2e-2)
+
+
+def causal(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+
+def shaken(tree, key):
+    """Values beside the first ones, some of which are zeros that hide others."""
+    noise = optax.tree.random_like(key, tree, jax.random.normal)
+    return jax.tree.map(lambda x, dx: x + 0.02 * dx, tree, noise)
+
+
+@pytest.mark.parametrize("name", quick_or_slow(ZOO, {"convnext", "lstm"}))
+def test_gradients_are_no_farther_from_float32_than_by_hand(name, monkeypatch):
+    """In four lines and in one. Where words go is decided in float32, as it is by hand."""
+    monkeypatch.setattr(decoders, "stand_in", causal)
+    model = ZOO[name].at(True, batch=8)
+    loss = model.task.loss()
+    rules = {"Experts_0/Dense_0": "float32"} if name == "experts" else {}
+    half = functools.partial(autocast, policy="mixed_bfloat16", rules=rules)
+    four_lines = jmp_kit.value_and_grad(half(loss), jmp_kit.NoOpLossScale(), has_aux=True)
+    ways = {
+        "exact": jax.grad(loss, has_aux=True),
+        "by hand": jax.grad(model.task.loss(jnp.bfloat16), has_aux=True),
+        "four lines": lambda *args: four_lines(*args)[::-1],
+        "one line": half(jax.grad(loss, has_aux=True)),
+    }
+    params, rest = model.task.variables
+
+    def compiled(way):
+        with jax.default_matmul_precision("highest" if way == "exact" else None):
+            return jax.jit(ways[way]).lower(params, rest, *model.batch).compile(OPTIMISED)
+
+    exact, *programs = map(compiled, ways)
+    errors = []
+    for seed in range(12):
+        args = shaken(params, jax.random.key(seed)), rest, *drawn(model.batch, seed)
+        wanted, _ = exact(*args)
+        errors.append([distance(program(*args)[0], wanted) for program in programs])
+    # Where a word's two experts are nearly three, any rounding may choose others.
+    hand, *ours = np.median(errors, axis=0)
+    assert max(ours) <= 1.05 * hand
 
 
 @pytest.mark.parametrize("room", [4.0, 0.25])
