@@ -298,7 +298,8 @@ def test_what_is_written_for_gpus_is_exported_for_them():
 
     def loss_fn(params, images):
         x = jax.lax.reduce_window(images, -jnp.inf, jax.lax.max, (1, 3, 1), (1, 2, 1), "SAME")
-        x = layer_norm(x @ params["in"] + params["positions"])
+        words = params["table"][(9 * jnp.abs(images[:, ::2, 0])).astype(jnp.int32)]
+        x = layer_norm((x + words) @ params["in"] + params["positions"])
         x = x + jax.nn.softmax(x @ params["in"]) @ params["out"] * params["scale"]
         return mean_square(group_norm(x @ params["out"]))
 
@@ -308,6 +309,7 @@ def test_what_is_written_for_gpus_is_exported_for_them():
 
     weight = jnp.eye(64)
     params = {"in": weight, "out": weight, "positions": jnp.ones((32, 64)), "scale": jnp.ones(64)}
+    params["table"] = jnp.ones((2**16, 64))
     images = jax.random.normal(jax.random.key(0), (16, 64, 64))
     half = jax.jit(autocast(step, "mixed_bfloat16"))
     exported = jax.export.export(half, platforms=["cpu", "cuda"])(params, images)
