@@ -1,7 +1,7 @@
 """Gradients of weights that are added to others in float32: they lose no digits before.
 
 A loop adds up those of micro-batches; what is scattered, the gradient of a table that is looked up
-in, is added to what the same table multiplies.
+in, is added to what the same table multiplies, and XLA scatters into that.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -27,10 +27,7 @@ def is_accumulated(gradient: Var, uses: Uses, collects: Callable[[Var], bool]) -
 
 
 def begun(eqns: Sequence[JaxprEqn], constant: Set[Var], reaching: Set[Var], uses: Uses) -> set[Var]:
-    """What is made of numbers and scattered into.
-
-    Not of a gradient that is added to another: XLA scatters into that.
-    """
+    """What is made of numbers, zeros say, and scattered into, but for gradients that are added."""
 
     def is_added(v: Var) -> bool:
         return any(eqn is not None and eqn.primitive.name in ADDS for eqn in uses[v])

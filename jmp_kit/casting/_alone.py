@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_kit.casting._plan import Barrier, Part, Step
 from jmp_kit.programs._jaxpr import Atom, is_var, size_of
 
-# Elements: what is smaller is copied sooner than a kernel starts.
+# Elements: at 4.8 TB/s fewer halves are copied within a microsecond, which a kernel more takes.
 _LEAST = 2**20
 
 

@@ -32,7 +32,7 @@ from jmp_kit.programs._jaxpr import equations_of, is_float32, is_var, scatters, 
 # leading axes alone it takes two stages itself.
 _STAGES, _FEW, _MANY = 8, 2**14, 2**20
 
-# Elements of what is worth a detour, in memory.
+# Elements of what is scattered into: of fewer, memory is not worth a kernel of their own.
 _LARGE = 2**22
 
 

@@ -80,8 +80,8 @@ def passes(
     made: Sequence[Var],
     stored: Mapping[Var, Stored],
     depends: Callable[[Atom], bool],
-    constant: Set[Var] = frozenset(),
-    begun: Set[Var] = frozenset(),
+    constant: Set[Var],
+    begun: Set[Var],
 ) -> Iterator[Piece]:
     """The segment's equations, in passes.
 

@@ -85,8 +85,8 @@ class Program(NamedTuple):
     reaching: set[Var]  # a product
     origins: Mapping[Var, Origins]  # of what it is an update
     products: set[Var]  # what they give
-    scattered: set[Var]  # what is scattered into
-    begun: set[Var]  # that which this begins with
+    scattered: set[Var]  # what scatters give
+    begun: set[Var]  # what is made of numbers, and scattered into
     whole: set[Var]  # not to be rounded
     taken: set[Var]  # by something that is no product
     costly: set[Var]  # see `_worth`

@@ -285,15 +285,15 @@ def _moved_by_fusion(
         size = sum(array.size for array in picked.values())
         return picked if size < whole[name].size else whole
 
-    read, whole = [], set()
+    read, read_whole = [], set()
     for instruction in fused.values():
         if instruction.opcode == "parameter":
             [array], name = instruction.results[:1], names[int(instruction.operands[0])]
             picked = [Array(array.dtype, part.shape) for part in taken(instruction.name).values()]
-            if name not in whole:
+            if name not in read_whole:
                 read += picked
             if picked == [array]:
-                whole.add(name)
+                read_whole.add(name)
     root = root_of(fused)
     outputs = [fused[name] for name in root.operands] if root.opcode == "tuple" else [root]
     written: list[_Written] = []

@@ -1,5 +1,8 @@
 """What XLA is shown on a GPU computes what it stands for."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jmp_kit.casting._accumulated import begun
 from jmp_kit.casting._kernels import (
+    after,
     begun_late,
     flattened,
     given_first,
@@ -135,11 +139,23 @@ def test_what_is_scattered_into_comes_after_what_is_added(first):
     [scatter] = (e for e in eqns if e.primitive.name == "scatter-add")
     _, taken = traced_back([scatter.invars[0]], {v: e for e in eqns for v in e.outvars})
     assert jaxpr.invars[1] in taken
-    unchanged = [jaxpr.eqns] * 2
-    assert unchanged == [
-        [e for eqn in jaxpr.eqns for e in begun_late(eqn, *args)]
-        for args in ((set(), sources), (zeros, []))
+    for args in ((set(), sources), (zeros, [])):
+        assert [e for eqn in jaxpr.eqns for e in begun_late(eqn, *args)] == jaxpr.eqns
+
+
+@pytest.mark.parametrize("spec", [("data",), (None, "data"), (None, None, "data")])
+def test_to_be_late_devices_tell_each_other_one_number(spec):
+    """Of updates that they hold parts of, as a compiler decides."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    updates = jax.ShapeDtypeStruct((16, 32, 64), jnp.float32, sharding=sharding)
+    zeros = lax.full((1000, 64), 0.0)
+    program = jax.jit(lambda x: after(zeros, x)).lower(updates).compile()
+    sizes = [
+        math.prod(map(int, shape.split(",")))
+        for shape in re.findall(r" = f32\[([\d,]+)\]\S* (?:all-|collective-)", program.as_text())
     ]
+    assert sizes == [1]
 
 
 def test_what_is_added_to_others_begins_with_these():
