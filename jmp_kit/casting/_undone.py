@@ -2,25 +2,27 @@
 
 Softmax weights are exponentials divided by their sum. Its backward pass takes the exponentials, and
 a product takes the weights; made again from the scores, both would be computed, and written, twice.
-But the weights times the sum are the exponentials.
+But the weights times the sum are the exponentials. And where the scale of both makes no difference,
+as in the derivative of softmax, the weights are as good as the exponentials, and 1 as their sum.
 
 The backward pass of a ReLU asks where its operand is positive: where its result is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.programs._flow import Flow
+from jmp_kit.programs._flow import SUMS, Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
+    copied,
+    equations_of,
     is_float32,
     is_small,
     is_var,
     is_zero,
-    opened,
     subjaxprs,
     taking,
     uses_of,
@@ -29,11 +31,15 @@ from jmp_kit.programs._jaxpr import (
 # What is a name around others.
 _CALLS = {"jit", "pjit", "custom_jvp_call"}
 
+# What is linear in the only value that it takes.
+_LINEAR = {"neg", "reduce_sum", "broadcast_in_dim", "reshape", "transpose", "squeeze"}
+
 
 def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tuple[Jaxpr, set[Var]]:
     """The program, its backward pass taking what is made of results rather than of operands.
 
         dividend -> quotient * divisor      where a product takes the quotient, the divisor is small
+        dividend, divisor -> quotient, 1    of these, where the scale of both makes no difference
         x > 0    -> max(x, 0) > 0           where a product takes the maximum
 
     Returns:
@@ -48,7 +54,7 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
     def is_multiplied(v: Var) -> bool:
         return is_float32(v) and any(e and flow.closes(e) and not is_late(e) for e in uses[v])
 
-    for eqn in jaxpr.eqns:
+    for place, eqn in enumerate(jaxpr.eqns):
         if _is_mask(eqn) and all(e and is_late(e) for e in uses[eqn.outvars[0]]):
             results.update(positive[a] for a in eqn.invars[:1] if a in positive)
             eqns.append(taking(eqn, positive))
@@ -61,12 +67,60 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
         [dividend, divisor], [quotient] = eqn.invars, eqn.outvars
         is_taken = any(e and is_late(e) for e in uses[dividend])
         if is_multiplied(quotient) and is_taken and is_small(divisor, [eqn]):
-            [undone] = opened(jax.make_jaxpr(lax.mul)(quotient.aval, divisor.aval))[0].eqns
-            [instead[dividend]] = made = [Var(dividend.aval)]
-            eqns.append(undone.replace(invars=[quotient, divisor], outvars=made))
-            eqns[-1] = eqns[-1].replace(source_info=eqn.source_info)
             results.add(quotient)
+            scaled = _scaled_alike(jaxpr, place, is_late)
+            if scaled is None:
+                instead[dividend] = made = Var(dividend.aval)
+                eqns += equations_of(lax.mul, [quotient, divisor], [made], eqn.source_info)
+            else:
+                one = Var(divisor.aval)
+                instead |= {dividend: quotient, divisor: one}
+                eqns += equations_of(jnp.ones_like, [divisor], [one], eqn.source_info)
+                eqns += [copied(e, instead) for e in scaled]
     return jaxpr.replace(eqns=eqns), results
+
+
+def _scaled_alike(
+    jaxpr: Jaxpr, place: int, is_late: Callable[[JaxprEqn], bool]
+) -> list[JaxprEqn] | None:
+    """What the forward pass makes of the operands of a division alone, for the backward pass.
+
+    None if it makes a difference there that both operands are larger by the same factor.
+
+    Args:
+      place: of the division among the equations.
+    """
+    # As what power of that factor each value grows; others do not.
+    degrees: dict[Var, int] = dict.fromkeys(jaxpr.eqns[place].invars, 1)
+    early: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns[place + 1 :]:
+        variables = [a for a in eqn.invars if is_var(a)]
+        if not any(a in degrees for a in variables):
+            continue
+        degree = _degree(eqn, [degrees.get(a, 0) if is_var(a) else 0 for a in eqn.invars])
+        is_known = degree is not None and (is_late(eqn) or all(a in degrees for a in variables))
+        if is_late(eqn) and (not is_known or (degree and eqn.outvars[0] in jaxpr.outvars)):
+            return None
+        if degree and is_known:
+            degrees[eqn.outvars[0]] = degree
+            early += [] if is_late(eqn) else [eqn]
+    return early
+
+
+def _degree(eqn: JaxprEqn, operands: Sequence[int]) -> int | None:
+    """As what power of a factor its result grows if its operands do so, where that is known."""
+    match eqn.primitive.name:
+        case "mul":
+            return sum(operands)
+        case "div":
+            return operands[0] - operands[1]
+        case "integer_pow":
+            return int(eqn.params["y"]) * operands[0]
+        case name if name in SUMS:
+            return operands[0] if operands[0] == operands[1] else None
+        case name if name in _LINEAR:
+            return operands[0]
+    return None
 
 
 def _is_mask(eqn: JaxprEqn) -> bool:
