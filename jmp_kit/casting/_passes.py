@@ -21,7 +21,7 @@ from jmp_kit.casting import _kernels as kernels
 from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Form, Piece, Stored
-from jmp_kit.casting._worth import FEW, MOST_CUTS, cuts_before, is_costly
+from jmp_kit.casting._worth import FEW, MOST_CUTS, cuts_before, is_costly, is_kept
 from jmp_kit.programs._jaxpr import (
     Atom,
     is_along_rows,
@@ -154,6 +154,8 @@ class _Segment:
         if eqn.primitive.name in _REDUCES:
             [operand], [result] = eqn.invars, eqn.outvars
             return not self._is_big(operand) or size_of(operand) <= FEW * size_of(result)
+        if is_kept(eqn.primitive.name):
+            return False
         shapes = {shape_of(a) for a in eqn.invars}
         return len(eqn.outvars) == 1 and all(
             _goes_into(shape, shape_of(eqn.outvars[0])) for shape in shapes

@@ -360,6 +360,30 @@ def test_rows_that_a_library_pads_are_read_where_they_lie(time, lies, cap):
     assert all(piece.where_it_lies for piece in found if piece not in rows)
 
 
+SLOW = {
+    "a Fourier transform": ("fft", lambda x: x + jnp.fft.fft(x).real),
+    "a running sum": ("cumsum", lambda x: x + jnp.cumsum(x, 1)),
+    "a sort": ("sort", lambda x: x + jnp.sort(x, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_what_is_slow_is_computed_once(name):
+    """Though passes before and after a norm, forward and backward, are made of it."""
+    primitive, function = SLOW[name]
+
+    def loss_fn(params, x):
+        x = layer_norm(function(x @ params[0])) @ params[1]
+        return mean_square(layer_norm(function(x)) @ params[0])
+
+    def count(fun):
+        jaxpr = jax.make_jaxpr(fun)([jnp.eye(64)] * 2, jnp.ones((8, 128, 64))).jaxpr
+        return sum(eqn.primitive.name == primitive for eqn, _ in every_equation(jaxpr))
+
+    step = jax.grad(loss_fn)
+    assert 0 < count(autocast(step, "mixed_bfloat16")) <= count(step)
+
+
 def test_no_two_passes_choose_alike():
     """XLA would take what both read for the same, and compute with it once."""
 
