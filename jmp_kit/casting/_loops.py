@@ -39,7 +39,7 @@ def carried(
     within = flow.body_outputs(body, [False] * len(eqn.outvars))
     feeds = flow.reaching(body.jaxpr, within)
     segments = [
-        [e for e in part if not flow.is_product(e) and not flow.holds_product(e)]
+        [e for e in part if not flow.is_product(e) and not flow.is_call(e)]
         for part in parts_of(body.jaxpr.eqns, flow)
     ]
     for result, variable in body.carried:

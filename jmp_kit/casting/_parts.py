@@ -4,13 +4,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import Atom, is_var, opened, size_of
+from jmp_kit.programs._jaxpr import Atom, is_var, opened, size_of, traced_back
 
 # What moves or scales one value.
 _MOVES = {"pad", "mul", "div", "neg", "reshape", "transpose", "squeeze", "convert_element_type"}
+
+
+def fixed_scans_first(jaxpr: Jaxpr, flow: Flow, depends: Sequence[bool]) -> Jaxpr:
+    """The jaxpr, its scans that depend on no product first: they would split a segment.
+
+    Args:
+      depends: of each argument, whether it depends on a product.
+    """
+    depending = flow.depending(jaxpr, depends)
+    scans = [e for e in jaxpr.eqns if e.primitive.name == "scan" and not acts(e)]
+    fixed = [v for e in scans if depending.isdisjoint(e.outvars) for v in e.outvars]
+    first, _ = traced_back(fixed, {v: e for e in jaxpr.eqns for v in e.outvars})
+    if any(map(acts, first.values())):
+        return jaxpr
+    return jaxpr.replace(eqns=sorted(jaxpr.eqns, key=lambda e: id(e) not in first))
 
 
 def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> list[list[JaxprEqn]]:
@@ -51,7 +66,7 @@ def _split(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
 
 
 def _is_alone(eqn: JaxprEqn, flow: Flow) -> bool:
-    return acts(eqn) or (not flow.closes(eqn) and flow.holds_product(eqn))
+    return acts(eqn) or (not flow.closes(eqn) and flow.is_call(eqn))
 
 
 def split_at(

@@ -14,7 +14,6 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting import _kernels as kernels
@@ -22,6 +21,7 @@ from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Form, Piece, Stored
 from jmp_kit.casting._worth import FEW, MOST_CUTS, cuts_before, is_costly, is_kept
+from jmp_kit.programs._flow import is_exact
 from jmp_kit.programs._jaxpr import (
     Atom,
     is_along_rows,
@@ -40,10 +40,6 @@ _REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and
 
 # What XLA makes of several values in one kernel.
 _JOINS = {"concatenate", "pad"}
-
-# What moves values as they are.
-_EXACT = {"reshape", "transpose", "squeeze", "expand_dims", "slice", "split", "rev"}
-_EXACT |= {"concatenate", "pad", "gather", "dynamic_slice", "broadcast_in_dim"}
 
 # What is a name around others, and a rule for derivatives that were taken.
 _CALLS = {"jit", "pjit", "custom_jvp_call", "custom_vjp_call"}
@@ -337,7 +333,7 @@ class _Segment:
         for eqn in eqns:
             operands = [a for a in eqn.invars if is_var(a) and is_float32(a)]
             outside = operands and not any(a in made for a in operands)
-            is_moved = _is_exact(eqn) or id(eqn) in self.added
+            is_moved = is_exact(eqn) or id(eqn) in self.added
             if outside and is_moved and all(map(self.depends, operands)):
                 made.difference_update(eqn.outvars)
                 yield eqn
@@ -347,13 +343,6 @@ def _is_padded(v: Var) -> bool:
     """Whether the libraries' products give longer rows, and XLA cuts them."""
     [length] = shape_of(v)[-1:] or [0]
     return isinstance(length, int) and length % _ALIGNED > 0
-
-
-def _is_exact(eqn: JaxprEqn) -> bool:
-    """Whether it moves values as they are, beside what every dtype has."""
-    beside = [a.val for a in eqn.invars if not is_var(a) and is_float32(a)]
-    beside += [x for x in [eqn.params.get("fill_value")] if x is not None]
-    return eqn.primitive.name in _EXACT and all(x == 0 or not np.isfinite(x) for x in beside)
 
 
 def _goes_into(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:

@@ -23,6 +23,7 @@ class Known(NamedTuple):
 # Why a value is stored as it is.
 ANEW = "made anew"
 MULTIPLIED = "products take it"
+GIVEN = "a product gives it"
 UPDATED = "state"
 LEADS = "a result or state is made of it"
 WOVEN = "cut and joined over and over"

@@ -44,7 +44,7 @@ from jmp_kit.casting._worth import (
     summed,
     woven,
 )
-from jmp_kit.programs._flow import Body, Flow, bodies_of
+from jmp_kit.programs._flow import Body, Flow, bodies_of, is_exact
 from jmp_kit.programs._jaxpr import (
     constants_of,
     is_complex,
@@ -84,7 +84,7 @@ class Program(NamedTuple):
     constant: set[Var]  # made of numbers in the program
     reaching: set[Var]  # a product
     origins: Mapping[Var, Origins]  # of what it is an update
-    products: set[Var]  # what they give
+    products: Mapping[Var, JaxprEqn]  # by what they give
     scattered: set[Var]  # what scatters give
     begun: set[Var]  # what is made of numbers, and scattered into
     whole: set[Var]  # not to be rounded
@@ -143,7 +143,7 @@ class Planner:
         for part in parts:
             if is_barrier(part):
                 steps.append(Barrier(part[0], on_cpus="on_cpus" in part[0].params))
-            elif not self.flow.is_product(part[0]) and self.flow.holds_product(part[0]):
+            elif not self.flow.is_product(part[0]) and self.flow.is_call(part[0]):
                 steps.append(self._call(program, part[0], stepping))
             else:
                 fixed, moving = self._apart(program, part)
@@ -167,7 +167,7 @@ class Planner:
             constant,
             reaching,
             origins,
-            {v for e in jaxpr.eqns if self.flow.is_product(e) for v in e.outvars},
+            {v: e for e in jaxpr.eqns if self.flow.is_product(e) for v in e.outvars},
             {v for e in jaxpr.eqns if scatters(e) for v in e.outvars},
             begun(jaxpr.eqns, constant, reaching, uses),
             states.whole(jaxpr, known.whole, origins, depending),
@@ -211,7 +211,7 @@ class Planner:
         leaving = multiplied.union(results)
         if program.is_gradient:
             leaving.update(joined(segment, program.uses, program.depends))
-            leaving.update(streams(moving, self.flow, program.products, program.uses))
+            leaving.update(streams(moving, self.flow, program.products.keys(), program.uses))
             leaving.update(rounded_twice(segment) if self.float8_by_size is not None else ())
         made = [v for e in segment for v in e.outvars if v in leaving]
         stored = self._stored(program, segment, made)
@@ -289,7 +289,7 @@ class Planner:
     ) -> dict[Var, Stored]:
         """What of a segment's results is stored in half, or is not though it goes to products."""
         made_of_rows = normed(segment)
-        sums = added(segment, program.products) if program.is_gradient else set()
+        sums = added(segment, program.products.keys()) if program.is_gradient else set()
         wide = woven(segment) if program.is_gradient else set()
         found = {v for v in made if v in program.depending and v in program.reaching}
         statistics = reduced(segment, program.depends)
@@ -297,12 +297,15 @@ class Planner:
         statistics |= program.spread  # what is small beside what is gathered of it is none
         small = {v for v in found & statistics if is_small(v, segment)}
         found = {v for v in found - small if is_float32(v)}
+        moved = self._moved(program, segment)
 
         def stored(eqn: JaxprEqn, v: Var) -> Stored:
             closing = [use is not None and self.flow.closes(use) for use in program.uses[v]]
             if all(closing):
                 return Stored(eqn, self.calls, v, self.half, _plan.MULTIPLIED, Form.CAST)
             is_woven = v in wide and not any(closing)
+            if v in program.whole and v in moved:
+                return Stored(eqn, self.calls, v, self.half, _plan.GIVEN, Form.CAST)
             if v in program.whole or is_woven:
                 is_state = program.origins.get(v, 0) & STATE
                 why = _plan.UPDATED if is_state else _plan.WOVEN if is_woven else _plan.LEADS
@@ -315,6 +318,23 @@ class Planner:
             return Stored(eqn, self.calls, v, self.half, _plan.ANEW, form)
 
         return {v: stored(e, v) for e in segment for v in e.outvars if v in found}
+
+    def _moved(self, program: Program, segment: Sequence[JaxprEqn]) -> set[Var]:
+        """What products gave in half, moved."""
+        found: set[Var] = set()
+
+        def is_half(v: Var) -> bool:
+            product = program.products.get(v)
+            return v in found or (product is not None and self._gives_half(program, product))
+
+        for eqn in filter(is_exact, segment):
+            if all(is_half(a) for a in eqn.invars if is_var(a) and is_float32(a)):
+                found.update(eqn.outvars)
+        return found
+
+    def _gives_half(self, program: Program, product: JaxprEqn) -> bool:
+        dtypes = {dtype for _, dtype in self._summed(program, [product])}
+        return dtypes | {self._dtype_of(product)} == {self.half}
 
     def _call(self, program: Program, eqn: JaxprEqn, stepping: set[Var]) -> Call:
         known = Known(

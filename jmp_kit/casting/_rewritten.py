@@ -9,7 +9,7 @@ from jmp_kit.casting._float8 import in_float8
 from jmp_kit.casting._hoisted import hoisted
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._joined import summed_first
-from jmp_kit.casting._parts import living, parts_of, sunk
+from jmp_kit.casting._parts import fixed_scans_first, living, parts_of, sunk
 from jmp_kit.casting._pools import pooled
 from jmp_kit.casting._repeat import repeating
 from jmp_kit.casting._scaled import scaled_last
@@ -56,8 +56,9 @@ def repeated(
       half: the dtype of products without a mark.
     """
     if price is None or not is_gradient(jaxpr):
+        jaxpr = fixed_scans_first(jaxpr, flow, depends)
         return jaxpr, parts_of(jaxpr.eqns, flow)
-    jaxpr = repeating_scans(inlined(jaxpr), flow, depends)
+    jaxpr = repeating_scans(fixed_scans_first(inlined(jaxpr), flow, depends), flow, depends)
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)
     jaxpr = added_up(pooled(scaled_last(jaxpr)))

@@ -87,7 +87,7 @@ def _pairs(jaxpr: Jaxpr, flow: Flow, uses: Uses) -> Iterator[tuple[JaxprEqn, Jax
     scans = [
         e
         for e in jaxpr.eqns
-        if e.primitive.name == "scan" and flow.holds_product(e) and not bodies_of(e)[0].consts
+        if e.primitive.name == "scan" and flow.is_call(e) and not bodies_of(e)[0].consts
     ]
     backward = {id(e): e for e in scans if is_backward(stack_of(e))}
     single = dict(backward)
@@ -158,8 +158,7 @@ def _makers(
     jaxpr = scan.jaxpr
     [body] = bodies_of(scan.eqn)
     depending = flow.depending(jaxpr, flow.body_inputs(body._replace(jaxpr=jaxpr), depends))
-    others = {a for _, a in scan.carried if is_var(a)}
-    others |= {a for _, a in scan.ys if is_var(a) and a not in slices}
+    others = {a for _, a in scan.ys if is_var(a) and a not in slices}
     parts = parts_of(jaxpr.eqns, flow)
     linear = {
         i for i, part in enumerate(parts) if is_linear([e for e in part if not flow.closes(e)])

@@ -178,7 +178,7 @@ def _multiplies_a_vector(eqn: JaxprEqn) -> bool:
 
 
 def _is_whole(eqn: JaxprEqn, flow: Flow) -> bool:
-    return flow.closes(eqn) or flow.holds_product(eqn) or acts(eqn)
+    return flow.closes(eqn) or flow.is_call(eqn) or acts(eqn)
 
 
 def _is_kept(eqn: JaxprEqn, flow: Flow) -> bool:

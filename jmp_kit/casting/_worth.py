@@ -156,7 +156,7 @@ def _meeting(
         if eqn.primitive.name in PAIRED:
             pairs = zip(eqn.invars, eqn.outvars, strict=True)
             found |= {a for a, v in pairs if v in found and is_var(a)}
-        elif not flow.closes(eqn) and not flow.holds_product(eqn):
+        elif not flow.closes(eqn) and not flow.is_call(eqn):
             measures = {measure(v) for v in eqn.outvars if v in found}
             operands = filter(is_var, eqn.invars)
             found |= {a for a in operands if is_met(eqn, a) or measure(a) in measures}

@@ -5,9 +5,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.programs._jaxpr import is_var, names_within, opened, scan_counts, subjaxprs
+from jmp_kit.programs._jaxpr import (
+    is_float32,
+    is_var,
+    names_within,
+    opened,
+    scan_counts,
+    subjaxprs,
+)
 from jmp_kit.programs._marks import is_in_full_precision
 
 # By name, because JAX does not export all of them.
@@ -21,6 +29,10 @@ KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
 # What adds two values, or their difference.
 ADDS = {"add", "add_any"}
 SUMS = ADDS | {"sub"}
+
+# What moves values as they are: all of them, or some.
+_TURNS = {"reshape", "transpose", "squeeze", "expand_dims", "rev", "concatenate", "pad"}
+_PICKS = {"slice", "split", "gather", "dynamic_slice", "broadcast_in_dim"}
 
 # Each result is made of the operand in the same place.
 PAIRED = {"optimization_barrier", "psum", "psum_invariant", "pmax", "pmin", "ppermute", "pvary"}
@@ -91,6 +103,11 @@ class Flow:
             for inner in jaxpr.eqns
         )
 
+    def is_call(self, eqn: JaxprEqn) -> bool:
+        """Whether it is planned by what is inside: it holds a product, or is a scan."""
+        is_scan = eqn.primitive.name == "scan" and not is_in_full_precision(eqn)
+        return is_scan or self.holds_product(eqn)
+
     def closes(self, eqn: JaxprEqn) -> bool:
         """Whether it ends a segment and its operands are kept: a product, or a kernel of half."""
         return self.is_product(eqn) or (_is_half_kernel(eqn) and not self.holds_product(eqn))
@@ -102,7 +119,7 @@ class Flow:
             operands = [is_var(atom) and atom in marked for atom in eqn.invars]
             if self.is_product(eqn):
                 results = [True] * len(eqn.outvars)
-            elif self.holds_product(eqn):
+            elif self.is_call(eqn):
                 results = self._depending_results(eqn, operands)
             elif eqn.primitive.name in PAIRED:
                 results = operands
@@ -120,7 +137,7 @@ class Flow:
             results = [var in marked for var in eqn.outvars]
             if self.is_product(eqn):
                 operands = [True] * len(eqn.invars)
-            elif self.holds_product(eqn):
+            elif self.is_call(eqn):
                 operands = self._reaching_operands(eqn, results)
             elif eqn.primitive.name in PAIRED:
                 operands = results
@@ -132,13 +149,16 @@ class Flow:
         return marked
 
     def taken_by_others(self, jaxpr: Jaxpr) -> set[Var]:
-        """The variables that are results, or that anything but a product takes."""
+        """The variables that are results, or that anything but a product takes, moved or not."""
         marked = {atom for atom in jaxpr.outvars if is_var(atom)}
-        for eqn in jaxpr.eqns:
-            if self.is_product(eqn):
+        for eqn in reversed(jaxpr.eqns):
+            is_turned = is_exact(eqn) and eqn.primitive.name in _TURNS
+            if self.is_product(eqn) or (is_turned and marked.isdisjoint(eqn.outvars)):
                 continue
             bodies = bodies_of(eqn)
             operands = [not bodies] * len(eqn.invars)
+            if eqn.primitive.name in PAIRED:
+                operands = [v in marked for v in eqn.outvars]
             for body in bodies:
                 inside = self.taken_by_others(body.jaxpr)
                 for var, i in zip(body.jaxpr.invars, body.inputs, strict=True):
@@ -198,6 +218,15 @@ class Flow:
             for result, variable in body.carried:
                 operands[body.inputs[variable]] |= outputs[result]
         return operands
+
+
+def is_exact(eqn: JaxprEqn) -> bool:
+    """Whether it moves values as they are, beside what every dtype has."""
+    beside = [a.val for a in eqn.invars if not is_var(a) and is_float32(a)]
+    beside += [x for x in [eqn.params.get("fill_value")] if x is not None]
+    return eqn.primitive.name in _TURNS | _PICKS and all(
+        x == 0 or not np.isfinite(x) for x in beside
+    )
 
 
 def is_kernel(eqn: JaxprEqn) -> bool:
