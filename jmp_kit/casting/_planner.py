@@ -31,7 +31,7 @@ from jmp_kit.casting._plan import (
     Step,
     Stored,
 )
-from jmp_kit.casting._rewritten import is_gradient, repeated, with_float8
+from jmp_kit.casting._rewritten import is_gradient, repeated, with_float8, with_its_backward_pass
 from jmp_kit.casting._state import STATE, Origins, States
 from jmp_kit.casting._turned import fronted
 from jmp_kit.casting._worth import (
@@ -55,9 +55,7 @@ from jmp_kit.programs._jaxpr import (
     uses_of,
 )
 from jmp_kit.programs._marks import (
-    as_backward,
     is_backward,
-    is_rematerialised,
     marked_dtype,
     scope_of,
     stack_of,
@@ -352,7 +350,7 @@ class Planner:
             inside = dataclasses.replace(inside, price=0.0)
         bodies = bodies_of(eqn)
         if eqn.primitive.name in _CHECKPOINTS and is_backward(stack_of(eqn, self.calls)):
-            bodies = [body._replace(jaxpr=_with_its_backward_pass(body.jaxpr)) for body in bodies]
+            bodies = [body._replace(jaxpr=with_its_backward_pass(body.jaxpr)) for body in bodies]
         found = [(body, inside._inside(eqn, body, known)) for body in bodies]
         if not found and eqn.primitive.name not in _SOLVERS:
             where = " in ".join(filter(None, (eqn.primitive.name, scope_of(eqn))))
@@ -390,12 +388,6 @@ class Planner:
             self.flow.body_outputs(body, known.reaches),
             self.states.body_outputs(body, known.whole, origins),
         )
-
-
-def _with_its_backward_pass(jaxpr: Jaxpr) -> Jaxpr:
-    """What `jax.checkpoint` holds in a backward pass: it names the forward pass in it alone."""
-    eqns = [e if is_rematerialised(e) else as_backward(e) for e in jaxpr.eqns]
-    return jaxpr.replace(eqns=eqns)
 
 
 _UNKNOWN = (

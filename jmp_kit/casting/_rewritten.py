@@ -20,7 +20,7 @@ from jmp_kit.casting._turned import fronted, turned, with_filters_in_half
 from jmp_kit.casting._undone import undone
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import uses_of
-from jmp_kit.programs._marks import is_backward, stack_of
+from jmp_kit.programs._marks import as_backward, is_backward, is_rematerialised, stack_of
 
 
 def is_gradient(jaxpr: Jaxpr) -> bool:
@@ -72,6 +72,12 @@ def repeated(
     parts = list(repeating(parts, flow, depending, reaching, uses, rounded, price))
     parts = living(parts, jaxpr.outvars)  # what is made again was made for others alone
     return jaxpr.replace(eqns=[eqn for part in parts for eqn in part]), parts
+
+
+def with_its_backward_pass(jaxpr: Jaxpr) -> Jaxpr:
+    """What `jax.checkpoint` holds in a backward pass: it names the forward pass in it alone."""
+    eqns = [e if is_rematerialised(e) else as_backward(e) for e in jaxpr.eqns]
+    return jaxpr.replace(eqns=eqns)
 
 
 def _is_late(eqn: JaxprEqn) -> bool:

@@ -8,7 +8,7 @@ as in the derivative of softmax, the weights are as good as the exponentials, an
 The backward pass of a ReLU asks where its operand is positive: where its result is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -45,7 +45,7 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
     Returns:
       The program, and these results, as good as ever where they are stored in half.
     """
-    uses = uses_of(jaxpr)
+    uses, place = uses_of(jaxpr), {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     eqns: list[JaxprEqn] = []
     results: set[Var] = set()
     positive: dict[Var, Var] = {}  # the positive part of each
@@ -54,7 +54,7 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
     def is_multiplied(v: Var) -> bool:
         return is_float32(v) and any(e and flow.closes(e) and not is_late(e) for e in uses[v])
 
-    for place, eqn in enumerate(jaxpr.eqns):
+    for eqn in jaxpr.eqns:
         if _is_mask(eqn) and all(e and is_late(e) for e in uses[eqn.outvars[0]]):
             results.update(positive[a] for a in eqn.invars[:1] if a in positive)
             eqns.append(taking(eqn, positive))
@@ -68,7 +68,7 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
         is_taken = any(e and is_late(e) for e in uses[dividend])
         if is_multiplied(quotient) and is_taken and is_small(divisor, [eqn]):
             results.add(quotient)
-            scaled = _scaled_alike(jaxpr, place, is_late)
+            scaled = _scaled_alike(eqn, uses, place, is_late)
             if scaled is None:
                 instead[dividend] = made = Var(dividend.aval)
                 eqns += equations_of(lax.mul, [quotient, divisor], [made], eqn.source_info)
@@ -81,29 +81,37 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
 
 
 def _scaled_alike(
-    jaxpr: Jaxpr, place: int, is_late: Callable[[JaxprEqn], bool]
+    division: JaxprEqn,
+    uses: Mapping[Var, Sequence[JaxprEqn | None]],
+    place: Mapping[int, int],
+    is_late: Callable[[JaxprEqn], bool],
 ) -> list[JaxprEqn] | None:
     """What the forward pass makes of the operands of a division alone, for the backward pass.
 
     None if it makes a difference there that both operands are larger by the same factor.
 
     Args:
-      place: of the division among the equations.
+      uses: the equations that take each variable; None for a result.
+      place: of each equation, by its id, among all.
     """
     # As what power of that factor each value grows; others do not.
-    degrees: dict[Var, int] = dict.fromkeys(jaxpr.eqns[place].invars, 1)
+    degrees: dict[Var, int] = dict.fromkeys(division.invars, 1)
     early: list[JaxprEqn] = []
-    for eqn in jaxpr.eqns[place + 1 :]:
+    after = {place[id(e)]: e for v in degrees for e in uses[v] if e}
+    after = {i: e for i, e in after.items() if i > place[id(division)]}
+    while after:
+        eqn = after.pop(min(after))
         variables = [a for a in eqn.invars if is_var(a)]
-        if not any(a in degrees for a in variables):
-            continue
         degree = _degree(eqn, [degrees.get(a, 0) if is_var(a) else 0 for a in eqn.invars])
         is_known = degree is not None and (is_late(eqn) or all(a in degrees for a in variables))
-        if is_late(eqn) and (not is_known or (degree and eqn.outvars[0] in jaxpr.outvars)):
+        is_result = any(None in uses[v] for v in eqn.outvars)
+        if is_late(eqn) and (not is_known or (degree and is_result)):
             return None
         if degree and is_known:
-            degrees[eqn.outvars[0]] = degree
+            [result] = eqn.outvars
+            degrees[result] = degree
             early += [] if is_late(eqn) else [eqn]
+            after |= {place[id(e)]: e for e in uses[result] if e}
     return early
 
 

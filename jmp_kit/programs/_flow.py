@@ -157,7 +157,7 @@ class Flow:
                 continue
             bodies = bodies_of(eqn)
             operands = [not bodies] * len(eqn.invars)
-            if eqn.primitive.name in PAIRED:
+            if eqn.primitive.name == "optimization_barrier":
                 operands = [v in marked for v in eqn.outvars]
             for body in bodies:
                 inside = self.taken_by_others(body.jaxpr)
@@ -224,9 +224,8 @@ def is_exact(eqn: JaxprEqn) -> bool:
     """Whether it moves values as they are, beside what every dtype has."""
     beside = [a.val for a in eqn.invars if not is_var(a) and is_float32(a)]
     beside += [x for x in [eqn.params.get("fill_value")] if x is not None]
-    return eqn.primitive.name in _TURNS | _PICKS and all(
-        x == 0 or not np.isfinite(x) for x in beside
-    )
+    has_them = all(x == 0 or not np.isfinite(x) for x in beside)
+    return has_them and eqn.primitive.name in _TURNS | _PICKS
 
 
 def is_kernel(eqn: JaxprEqn) -> bool:
