@@ -52,6 +52,13 @@ def assert_same(found, wanted):
         assert jnp.linalg.norm(a - b) <= 2e-3 * jnp.linalg.norm(b)
 
 
+def assert_as_near(gradient, args, in_rounds):
+    """To float32. What is stacked for a product may be computed with, or made again."""
+    full, found, added_up = gradient(*args), in_half(gradient)(*args), in_rounds(gradient, *args)
+    for a, b, c in zip(*map(jax.tree.leaves, (full, found, added_up)), strict=True):
+        assert jnp.linalg.norm(b - a) <= 1.25 * jnp.linalg.norm(c - a)
+
+
 def recurrent(cell, **options):
     model = nn.RNN(cell(WIDTH), **options)
     params = model.init(KEYS[0], X)
@@ -118,15 +125,13 @@ def alone(weights, h, x):
 
 
 @pytest.mark.parametrize("body", [of_heads, twice, squared, nested, alone, jax.checkpoint(twice)])
-def test_gradients_of_other_rounds_are_those_that_are_added_up(body, in_rounds):
-    args, gradient = (WEIGHTS, jnp.swapaxes(X, 0, 1)), through(body)
-    assert_same(in_half(gradient)(*args), in_rounds(gradient, *args))
+def test_gradients_of_other_rounds_are_as_near_as_those_that_are_added_up(body, in_rounds):
+    assert_as_near(through(body), (WEIGHTS, jnp.swapaxes(X, 0, 1)), in_rounds)
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_few_rounds(rounds, in_rounds):
-    args, gradient = (WEIGHTS, jnp.swapaxes(X, 0, 1)[:rounds]), through(twice)
-    assert_same(in_half(gradient)(*args), in_rounds(gradient, *args))
+    assert_as_near(through(twice), (WEIGHTS, jnp.swapaxes(X, 0, 1)[:rounds]), in_rounds)
 
 
 def test_gradients_of_large_micro_batches_are_added_up():
