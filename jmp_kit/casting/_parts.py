@@ -34,8 +34,8 @@ def parts_of(eqns: Sequence[JaxprEqn], flow: Flow) -> list[list[JaxprEqn]]:
     Kernels that take half count as products here.
 
     What follows from a product belongs to the segment of a later part, where it is taken: so the
-    results of products are all that has to be kept. Calls that hold products, and equations with
-    effects, whose order matters, are parts of their own.
+    results of products are all that has to be kept. Calls that hold products, scans, and equations
+    with effects, whose order matters, are parts of their own.
     """
     return list(filter(None, _split(eqns, flow)))
 

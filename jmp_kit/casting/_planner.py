@@ -331,8 +331,8 @@ class Planner:
         return found
 
     def _gives_half(self, program: Program, product: JaxprEqn) -> bool:
-        dtypes = {dtype for _, dtype in self._summed(program, [product])}
-        return dtypes | {self._dtype_of(product)} == {self.half}
+        summed = (dtype for _, dtype in self._summed(program, [product]))
+        return all(dtype == self.half for dtype in (self._dtype_of(product), *summed))
 
     def _call(self, program: Program, eqn: JaxprEqn, stepping: set[Var]) -> Call:
         known = Known(

@@ -104,7 +104,10 @@ class Flow:
         )
 
     def is_call(self, eqn: JaxprEqn) -> bool:
-        """Whether it is planned by what is inside: it holds a product, or is a scan."""
+        """Whether it is planned by what is inside: it holds a product, or is a scan.
+
+        A recurrence without products reads and stacks slices of what products give.
+        """
         is_scan = eqn.primitive.name == "scan" and not is_in_full_precision(eqn)
         return is_scan or self.holds_product(eqn)
 

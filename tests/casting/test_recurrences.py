@@ -12,6 +12,7 @@ from jmp_kit.casting._plan import Form, Part
 from jmp_kit.programs import every_equation, scan_counts
 from tests.casting.states import normal
 from tests.casting.stream import step_of
+from tests.casting.test_passes import is_shape
 from tests.casting.test_state import assert_as_near, errors
 from tests.casting.zoo import mean_square
 
@@ -81,7 +82,7 @@ def test_an_h200_moves_no_more_bytes_of_it_than_by_hand():
     args = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
         (weights, (64, 128, 1024)),
-        is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int),
+        is_leaf=is_shape,
     )
     steps = autocast(step_of(loss_fn), "mixed_bfloat16"), step_of(by_hand)
     ours, hand = (jmp_kit.numerics.traffic(step, *args, target="h200").nbytes for step in steps)
