@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import jmp_kit
 from jmp_kit import autocast
@@ -108,3 +110,23 @@ def test_a_scan_that_depends_on_no_product_splits_no_segment():
 
     assert stored(scans=True) == stored(scans=False)
     assert Form.CAST in stored(scans=True)
+
+
+def test_a_scan_of_what_has_an_effect_stays_where_it_is():
+    """What it takes could not go first without it, and effects keep their order."""
+    said = []
+
+    def say(word):
+        said.append(int(word))
+        return np.float32(word)
+
+    def fun(x, w):
+        y = x @ w
+        for word in (1, 2):
+            start = io_callback(say, jax.ShapeDtypeStruct((), "float32"), word, ordered=True)
+        _, powers = lax.scan(lambda c, _: (0.5 * c, c), start, None, length=WIDTH)
+        return y * powers
+
+    out = jax.block_until_ready(autocast(fun, "mixed_bfloat16")(X, WEIGHTS["out"]))
+    assert said == [1, 2]
+    np.testing.assert_allclose(out, fun(X, WEIGHTS["out"]), rtol=0.1, atol=0.1)
