@@ -14,6 +14,7 @@ from jmp_kit.casting import _plan
 from jmp_kit.casting._accumulated import begun, is_accumulated
 from jmp_kit.casting._alone import with_products_alone
 from jmp_kit.casting._biases import bias_of
+from jmp_kit.casting._convolved import convolved, in_one_kernel
 from jmp_kit.casting._float8 import is_scaled_at_once
 from jmp_kit.casting._joined import added, joined, streams
 from jmp_kit.casting._operands import rounded_twice
@@ -64,10 +65,7 @@ from jmp_kit.programs._marks import (
 # What solves to the precision that it was asked for, which half has not.
 _SOLVERS = ("custom_linear_solve",)
 
-
 _CHECKPOINTS = ("remat2", "checkpoint")
-
-
 _LOOPS = ("scan", "while")
 
 # What gives float32 of half operands at the speed of half. A convolution would multiply in it.
@@ -83,6 +81,7 @@ class Program(NamedTuple):
     reaching: set[Var]  # a product
     origins: Mapping[Var, Origins]  # of what it is an update
     products: Mapping[Var, JaxprEqn]  # by what they give
+    convolved: Mapping[Var, list[JaxprEqn]]  # what a convolution's kernel may add, by what it gives
     scattered: set[Var]  # what scatters give
     begun: set[Var]  # what is made of numbers, and scattered into
     whole: set[Var]  # not to be rounded
@@ -159,13 +158,16 @@ class Planner:
             origins = states.origins(jaxpr, known.origins, depending)
         constant, uses = constants_of(jaxpr), uses_of(jaxpr)
         reaching = self.flow.reaching(jaxpr, known.reaches)
+        products = {v: e for e in jaxpr.eqns if self.flow.is_product(e) for v in e.outvars}
+        in_half = {v: e for v, e in products.items() if self._dtype_of(e) == self.half}
         return Program(
             jaxpr,
             depending,
             constant,
             reaching,
             origins,
-            {v: e for e in jaxpr.eqns if self.flow.is_product(e) for v in e.outvars},
+            products,
+            convolved(jaxpr.eqns, in_half, uses),
             {v for e in jaxpr.eqns if scatters(e) for v in e.outvars},
             begun(jaxpr.eqns, constant, reaching, uses),
             states.whole(jaxpr, known.whole, origins, depending),
@@ -227,12 +229,13 @@ class Planner:
         taken = {a for e in segment for a in e.invars if is_var(a)}
         given = {*program.jaxpr.invars, *program.jaxpr.constvars} - program.depending
         unmarked = {a for e in products if not marked_dtype(e) for a in e.invars if is_var(a)}
+        pieces = [Piece(segment, made)]
+        if program.is_gradient:
+            depends, constant, begun = program.depends, program.constant, program.begun
+            pieces = list(passes(segment, made, stored, depends, constant, begun))
+        ends = {v: e for v, e in program.convolved.items() if v in stored and stored[v].form}
         yield Part(
-            segment=list(
-                passes(segment, made, stored, program.depends, program.constant, program.begun)
-            )
-            if program.is_gradient
-            else [Piece(segment, made)],
+            segment=list(in_one_kernel(program.jaxpr, pieces, ends, self.half)),
             stored=stored,
             products=[(e, self._dtype_of(e)) for e in products],
             results=results,
@@ -312,6 +315,7 @@ class Planner:
             # XLA fuses no sum of the backward pass with what the forward pass made.
             is_late = [use is None or is_backward(stack_of(use)) for use in program.uses[v]]
             is_apart |= not is_backward(stack_of(eqn)) and any(is_late)
+            is_apart |= v in program.convolved  # which no other kernel makes
             form = Form.ADDED if v in sums else Form.APART if is_apart else Form.FUSED
             return Stored(eqn, self.calls, v, self.half, _plan.ANEW, form)
 

@@ -60,7 +60,7 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
             eqns.append(taking(eqn, positive))
             continue
         eqns.append(taking(eqn, instead) if is_late(eqn) else eqn)
-        if _is_positive_part(eqn) and is_multiplied(eqn.outvars[0]):
+        if is_positive_part(eqn) and is_multiplied(eqn.outvars[0]):
             positive[eqn.invars[0]] = eqn.outvars[0]
         if eqn.primitive.name != "div" or is_late(eqn) or not all(map(is_var, eqn.invars)):
             continue
@@ -135,7 +135,7 @@ def _is_mask(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "gt" and is_var(eqn.invars[0]) and is_zero(eqn.invars[1])
 
 
-def _is_positive_part(eqn: JaxprEqn) -> bool:
+def is_positive_part(eqn: JaxprEqn) -> bool:
     """Whether it is `max(x, 0)`, under whatever names."""
     inner = eqn
     while inner.primitive.name in _CALLS:
