@@ -2,8 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -11,10 +11,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_kit._dtypes import stored_dtype
 from jmp_kit.casting import _loops as loops
 from jmp_kit.casting import _plan
-from jmp_kit.casting._accumulated import begun, is_accumulated
+from jmp_kit.casting._accumulated import is_accumulated
 from jmp_kit.casting._alone import with_products_alone
 from jmp_kit.casting._biases import bias_of
-from jmp_kit.casting._convolved import convolved, in_one_kernel
+from jmp_kit.casting._convolved import in_one_kernel
 from jmp_kit.casting._float8 import is_scaled_at_once
 from jmp_kit.casting._joined import added, joined, streams
 from jmp_kit.casting._operands import rounded_twice
@@ -32,35 +32,14 @@ from jmp_kit.casting._plan import (
     Step,
     Stored,
 )
+from jmp_kit.casting._program import Program, read
 from jmp_kit.casting._rewritten import is_gradient, repeated, with_float8, with_its_backward_pass
-from jmp_kit.casting._state import STATE, Origins, States
+from jmp_kit.casting._state import STATE, States
 from jmp_kit.casting._turned import fronted
-from jmp_kit.casting._worth import (
-    costly,
-    is_kept,
-    is_linear,
-    normed,
-    reduced,
-    spread,
-    summed,
-    woven,
-)
+from jmp_kit.casting._worth import is_kept, is_linear, normed, reduced, woven
 from jmp_kit.programs._flow import Body, Flow, bodies_of, is_exact
-from jmp_kit.programs._jaxpr import (
-    constants_of,
-    is_complex,
-    is_float32,
-    is_small,
-    is_var,
-    scatters,
-    uses_of,
-)
-from jmp_kit.programs._marks import (
-    is_backward,
-    marked_dtype,
-    scope_of,
-    stack_of,
-)
+from jmp_kit.programs._jaxpr import is_complex, is_float32, is_small, is_var
+from jmp_kit.programs._marks import is_backward, marked_dtype, scope_of, stack_of
 
 # What solves to the precision that it was asked for, which half has not.
 _SOLVERS = ("custom_linear_solve",)
@@ -70,38 +49,6 @@ _LOOPS = ("scan", "while")
 
 # What gives float32 of half operands at the speed of half. A convolution would multiply in it.
 _SUMMED_WIDE = ("dot_general", "ragged_dot_general")
-
-
-class Program(NamedTuple):
-    """A jaxpr and what is known of its variables."""
-
-    jaxpr: Jaxpr
-    depending: set[Var]  # on a product
-    constant: set[Var]  # made of numbers in the program
-    reaching: set[Var]  # a product
-    origins: Mapping[Var, Origins]  # of what it is an update
-    products: Mapping[Var, JaxprEqn]  # by what they give
-    convolved: Mapping[Var, list[JaxprEqn]]  # what a convolution's kernel may add, by what it gives
-    scattered: set[Var]  # what scatters give
-    begun: set[Var]  # what is made of numbers, and scattered into
-    whole: set[Var]  # not to be rounded
-    taken: set[Var]  # by something that is no product
-    costly: set[Var]  # see `_worth`
-    summed: set[Var]
-    spread: set[Var]
-    uses: Mapping[Var, Sequence[JaxprEqn | None]]  # in order; None for a result of the jaxpr
-    states: States
-    is_gradient: bool
-
-    def leaving(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
-        """What others take of the results of these equations."""
-        these = set(map(id, eqns))
-        made = (v for e in eqns for v in e.outvars)
-        return [v for v in made if any(id(use) not in these for use in self.uses.get(v, ()))]
-
-    def depends(self, atom: object) -> bool:
-        """Whether it depends on a product."""
-        return atom in self.depending if is_var(atom) else False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +80,8 @@ class Planner:
             self.is_summed_wide,
             self.half,
         )
-        program = self._read(jaxpr, known)
+        is_whole = self.price is not None and is_gradient(jaxpr)
+        program = read(jaxpr, known, self.flow, self.states, self.half, is_whole)
         stepping = program.states.steps(jaxpr)
         steps: list[Step] = []
         there = {*jaxpr.constvars, *jaxpr.invars}
@@ -143,58 +91,12 @@ class Planner:
             elif not self.flow.is_product(part[0]) and self.flow.is_call(part[0]):
                 steps.append(self._call(program, part[0], stepping))
             else:
-                fixed, moving = self._apart(program, part)
+                fixed, moving = program.apart(part)
                 steps.append(Fixed(Piece(fixed, program.leaving(fixed))))
                 there.update(v for e in fixed for v in e.outvars)
                 steps += self._parts(program, moving, there)
             there.update(v for e in part for v in e.outvars)
         return Plan(jaxpr, list(with_products_alone(steps, program.depends)))
-
-    def _read(self, jaxpr: Jaxpr, known: Known) -> Program:
-        depending = self.flow.depending(jaxpr, known.depends)
-        origins = self.states.origins(jaxpr, known.origins, depending)
-        states = self.states.mirrored(jaxpr, origins, depending)
-        if states.shapes != self.states.shapes:
-            origins = states.origins(jaxpr, known.origins, depending)
-        constant, uses = constants_of(jaxpr), uses_of(jaxpr)
-        reaching = self.flow.reaching(jaxpr, known.reaches)
-        products = {v: e for e in jaxpr.eqns if self.flow.is_product(e) for v in e.outvars}
-        in_half = {v: e for v, e in products.items() if self._dtype_of(e) == self.half}
-        return Program(
-            jaxpr,
-            depending,
-            constant,
-            reaching,
-            origins,
-            products,
-            convolved(jaxpr.eqns, in_half, uses),
-            {v for e in jaxpr.eqns if scatters(e) for v in e.outvars},
-            begun(jaxpr.eqns, constant, reaching, uses),
-            states.whole(jaxpr, known.whole, origins, depending),
-            self.flow.taken_by_others(jaxpr),
-            costly(jaxpr, self.flow),
-            summed(jaxpr, self.flow),
-            spread(jaxpr, self.flow),
-            uses,
-            states,
-            self.price is not None and is_gradient(jaxpr),
-        )
-
-    def _apart(
-        self, program: Program, part: Sequence[JaxprEqn]
-    ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-        """What depends on no product, and the rest: also what a barrier holds back with that."""
-        fixed: list[JaxprEqn] = []
-        moving: list[JaxprEqn] = []
-        made: set[Var] = set()
-        for eqn in part:
-            held = not made.isdisjoint(filter(is_var, eqn.invars))
-            if held or any(map(program.depends, eqn.invars)) or self.flow.is_product(eqn):
-                moving.append(eqn)
-                made.update(eqn.outvars)
-            else:
-                fixed.append(eqn)
-        return fixed, moving
 
     def _parts(
         self, program: Program, moving: Sequence[JaxprEqn], there: set[Var]
@@ -237,7 +139,7 @@ class Planner:
         yield Part(
             segment=list(in_one_kernel(program.jaxpr, pieces, ends, self.half)),
             stored=stored,
-            products=[(e, self._dtype_of(e)) for e in products],
+            products=[(e, program.dtype_of(e)) for e in products],
             results=results,
             summed=dict(self._summed(program, products)),
             halved=dict.fromkeys(filter(is_float32, unmarked - taken - given), self.half),
@@ -262,7 +164,7 @@ class Planner:
             return begun or (is_repeated and is_state)
 
         for eqn in products if self.is_summed_wide else ():
-            v, half = eqn.outvars[0], self._dtype_of(eqn)
+            v, half = eqn.outvars[0], program.dtype_of(eqn)
             is_gradient = v in program.whole and is_backward(stack_of(eqn, self.calls))
             if half is not None and is_gradient and eqn.primitive.name in _SUMMED_WIDE:
                 wide = is_accumulated(v, program.uses, collects)
@@ -271,11 +173,6 @@ class Planner:
     def _saveable(self, primitive: Any, *_: Any, **__: Any) -> bool:
         # A product in a segment is one of a full-precision region.
         return primitive.name in self.flow.products or is_kept(primitive.name)
-
-    def _dtype_of(self, eqn: JaxprEqn) -> np.dtype | None:
-        if not self.flow.is_product(eqn):
-            return None
-        return stored_dtype(marked_dtype(eqn) or self.half)
 
     def _biases(
         self, program: Program, products: Sequence[JaxprEqn], there: set[Var]
@@ -336,7 +233,7 @@ class Planner:
 
     def _gives_half(self, program: Program, product: JaxprEqn) -> bool:
         summed = (dtype for _, dtype in self._summed(program, [product]))
-        return all(dtype == self.half for dtype in (self._dtype_of(product), *summed))
+        return all(dtype == self.half for dtype in (program.dtype_of(product), *summed))
 
     def _call(self, program: Program, eqn: JaxprEqn, stepping: set[Var]) -> Call:
         known = Known(
