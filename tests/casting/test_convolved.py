@@ -10,7 +10,7 @@ from jax import lax
 
 import jmp_kit
 from jmp_kit import autocast
-from jmp_kit.casting import _planner
+from jmp_kit.casting import _program
 from tests.casting.states import normal
 from tests.casting.stream import step_of
 from tests.casting.test_passes import is_shape
@@ -104,7 +104,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_elsewhere_nothing_changes(way, monkeypatch):
     found = jax.jit(WAYS[way])(PARAMS, X)
-    monkeypatch.setattr(_planner, "convolved", lambda *_: {})
+    monkeypatch.setattr(_program, "convolved", lambda *_: {})
     jax.tree.map(np.testing.assert_array_equal, found, jax.jit(lambda *a: WAYS[way](*a))(PARAMS, X))
 
 
