@@ -7,10 +7,10 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from jmp_kit.numerics._sources import Source, innermost
+from jmp_kit.numerics._sources import Source, innermost, is_added
 
 
 class Array(NamedTuple):
@@ -87,16 +87,25 @@ class Program:
         """Every instruction that is run, of loops and calls as often as they are."""
         yield from self._runs(self.entry, 1, "", ())
 
-    def source_of(self, run: "Run") -> Source:
-        """The innermost line around an instruction that is the user's own."""
-        lines = []
-        for instruction in (run.instruction, *reversed(run.calls)):
-            found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-            frame = int(found[1]) if found else 0
-            while frame in self.frames:
-                frame, line = self.frames[frame]
-                lines.append(line)
-        return innermost(lines)
+    def source_of(self, run: "Run", fused: Iterable[Instruction] = ()) -> Source:
+        """The innermost line around an instruction that is the user's own.
+
+        Args:
+          fused: what it is made of. If autocast added the instruction, a cast say, theirs holds.
+        """
+        outside = [line for call in reversed(run.calls) for line in self._lines(call)]
+        every = [self._lines(instruction) for instruction in (run.instruction, *fused)]
+        written = (lines for lines in every if lines and not is_added(lines))
+        return innermost([*next(written, every[0]), *outside])
+
+    def _lines(self, instruction: Instruction) -> list[Source]:
+        """The lines that it comes from, the innermost first."""
+        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        frame, lines = int(found[1]) if found else 0, []
+        while frame in self.frames:
+            frame, line = self.frames[frame]
+            lines.append(line)
+        return lines
 
     def _runs(
         self, name: str, times: int, stack: str, calls: tuple[Instruction, ...]

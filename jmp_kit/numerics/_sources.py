@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import itertools
 import pathlib
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,13 @@ def innermost(lines: Sequence[Source]) -> Source:
             if not _is_aside(line.file, libraries):
                 return line
     return Source()
+
+
+def is_added(lines: Sequence[Source]) -> bool:
+    """Whether this library, and no program that it was given, did what comes from these lines."""
+    end = innermost(lines)
+    inside = itertools.takewhile(lambda line: line != end, lines)
+    return any(_is_within(line.file, ["jmp_kit"]) for line in inside)
 
 
 def _defined_in(call: JaxprEqn) -> Iterator[str]:

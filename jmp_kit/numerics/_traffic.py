@@ -178,7 +178,7 @@ def _kernels(program: Program, known: set[int]) -> Iterator[Kernel]:
         named = _named(run, program)
         yield Kernel(
             name=instruction.name,
-            source=str(program.source_of(named)),
+            source=str(program.source_of(named, _fused(run, program))),
             path=path_of(named.stack),
             dtype=largest.dtype,
             read=run.times * sum(array.nbytes for array in read),
@@ -191,14 +191,19 @@ def _kernels(program: Program, known: set[int]) -> Iterator[Kernel]:
 
 def _named(run: Run, program: Program) -> Run:
     """The kernel, or of one that tells no path what is fused in it: its end, or else the rest."""
-    called = run.instruction.called
-    if path_of(run.instruction.op_name) or not called:
+    inside = [i for i in _fused(run, program) if i.op_name]
+    if path_of(run.instruction.op_name) or not inside:
         return run
-    fused = program.computations[called[0]]
-    inside = [i for i in (root_of(fused), *reversed(fused.values())) if i.op_name]
     told = next((i for i in inside if path_of(i.op_name)), None)
     found = told or next((i for i in inside if not run.instruction.op_name), None)
     return run._replace(instruction=found, stack=found.op_name) if found else run
+
+
+def _fused(run: Run, program: Program) -> list[Instruction]:
+    """What is fused in a kernel, its end first."""
+    called = run.instruction.called
+    fused = program.computations[called[0]] if called else {}
+    return [root_of(fused), *reversed(fused.values())] if fused else []
 
 
 def _is_done(instruction: Instruction) -> bool:

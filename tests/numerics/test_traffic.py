@@ -370,3 +370,16 @@ def test_what_a_target_needs_is_told(stood_in, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'pip install "jmp-kit\[cuda12\]", or in a checkout'):
         traffic(jnp.tanh, 1.0, target="h200")
+
+
+def between_products(x, v, w):
+    """What autocast casts at its end."""
+    return jax.nn.gelu(x @ v) @ w
+
+
+def test_what_autocast_adds_at_the_end_of_a_kernel_has_the_line_of_the_rest():
+    args = [jnp.ones((32, 32))] * 3
+    found = traffic(jax.jit(autocast(between_products, "mixed_bfloat16")), *args)
+    line = between_products.__code__.co_firstlineno + 2
+    more_than_casts = [k for k in found.kernels if not k.name.startswith(("wrapped", "convert"))]
+    assert {kernel.source for kernel in more_than_casts} == {f"test_traffic.py:{line}"}
