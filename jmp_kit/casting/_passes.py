@@ -20,7 +20,7 @@ from jmp_kit.casting import _kernels as kernels
 from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Form, Piece, Stored
-from jmp_kit.casting._worth import FEW, MOST_CUTS, cuts_before, is_costly, is_kept
+from jmp_kit.casting._worth import FEW, MOST_CUTS, cuts_before, ends_of_woven, is_costly, is_kept
 from jmp_kit.programs._flow import is_exact
 from jmp_kit.programs._jaxpr import (
     Atom,
@@ -125,6 +125,8 @@ class _Segment:
         ends = {v for v, e in self.maker.items() if not self._is_fused(e) and not self._is_row(e)}
         self.stops = ends | self.rounded
         self.joined: Set[Var] = frozenset()
+        ends |= set(filter(self._is_read_less, ends_of_woven(segment)))
+        self.stops |= ends
         self.joined = self._joined(segment)
         wanted = [v for v in made if v in self.maker]
         statistics = self._statistics([*ends, *(v for v in wanted if not self._is_big(v))])
@@ -283,6 +285,11 @@ class _Segment:
         cuts = max(cuts_before(cone.eqns).values(), default=0)
         read = (v for v in cone.sources if self._is_big(v) and v not in self.constant)
         return sum(2 * size_of(v) for v in read) <= 8 * size_of(whole) and cuts <= MOST_CUTS
+
+    def _is_read_less(self, v: Var) -> bool:
+        """Whether two who take it move less by a float32 copy than by what it is made of."""
+        made_of = sum(size_of(a) for a in self.cone(v, self.stops).sources if self._is_big(a))
+        return self._is_big(v) and 4 * (1 + 2) * size_of(v) <= 2 * 2 * made_of
 
     def merged(self, groups: dict[Pass, list[Var]]) -> list[Pass]:
         """The passes in order, sums made in the pass of others that read the same in any case."""

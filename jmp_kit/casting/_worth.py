@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._operands import is_rounding
-from jmp_kit.programs._flow import KERNELS, PAIRED, Flow
+from jmp_kit.programs._flow import KERNELS, PAIRED, SUMS, Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
     is_along_rows,
@@ -133,6 +133,17 @@ def woven(segment: Sequence[JaxprEqn]) -> set[Var]:
         after |= {a: max(cuts, after.get(a, 0)) for a in eqn.invars if is_var(a)}
     before = cuts_before(segment).items()
     return {v for v, n in before if n and after.get(v) and n + after[v] > MOST_CUTS}
+
+
+def ends_of_woven(segment: Sequence[JaxprEqn]) -> set[Var]:
+    """What is cut and joined over and over ends in, before anything else is computed of it."""
+    before = cuts_before(segment)
+    often = [v for v, n in before.items() if n > MOST_CUTS]
+    whole = max(map(size_of, often), default=0)
+    joins = {v for e in segment if e.primitive.name in CUTS | SUMS for v in e.outvars}
+    ends = {v for v in often if v in joins and size_of(v) == whole}
+    others = (e for e in segment if e.primitive.name not in CUTS | SUMS)
+    return {a for e in others for a in e.invars if is_var(a) and a in ends}
 
 
 def _sums(eqn: JaxprEqn, _: Var) -> bool:

@@ -247,9 +247,13 @@ def _results(instruction: Instruction) -> list[Array]:
 
 _PICKS = ("gather", "dynamic-slice", "slice")  # from the first operand
 # Of these only what is picked of their results is computed.
-_MOVES = ("bitcast", "convert", "copy", "reshape", "transpose")
-_COMPUTES = ("negate", "add", "subtract", "multiply", "divide", "maximum", "minimum", "select")
-_PASSES = {*_MOVES, *_COMPUTES, "compare", "and"}
+_PASSES = {
+    *("bitcast", "convert", "copy", "reshape", "transpose", "pad", "concatenate", "reverse"),
+    *("add", "subtract", "multiply", "divide", "power", "maximum", "minimum", "clamp"),
+    *("negate", "abs", "sign", "sqrt", "rsqrt", "exponential", "exponential-minus-one", "log"),
+    *("log-plus-one", "logistic", "tanh", "erf", "sine", "cosine", "tan"),
+    *("select", "compare", "and", "or", "xor", "not", "is-finite"),
+}
 _PUTS = {"dynamic-update-slice": 1, "scatter": 2}  # into the first operand, what this one is
 
 

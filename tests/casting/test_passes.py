@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.extend.core import Literal
 
 import jmp_kit
@@ -19,6 +20,7 @@ from jmp_kit.programs import every_equation
 from jmp_kit.programs._jaxpr import constants_of, is_along_rows, opened
 from jmp_kit.programs._marks import is_backward, stack_of
 from tests.casting.stream import step_of
+from tests.casting.test_again import after
 from tests.casting.zoo import mean_square
 
 WIDTH = 256
@@ -736,3 +738,44 @@ def test_a_custom_derivative_is_no_wall():
         if v.aval.shape == (8, 16, 16, 64) and not (v in part.stored and part.stored[v].form)
     ]
     assert not wide
+
+
+def recurrent(params, x):
+    """A linear recurrence whose decay and change are gated, by an associative scan."""
+    x = x @ params["in"]
+    gates = (jax.nn.sigmoid(x @ params[name] + params["bias"]) for name in ("decay", "enter"))
+    rate, enter = (-8 * next(gates), next(gates))
+    decay, change = jnp.exp(rate), jnp.sqrt(1 - jnp.exp(2 * rate)) * enter * x
+    if "states" in params:
+        decay, change = (v[..., None] * params["states"] for v in (decay, change))
+    _, state = lax.associative_scan(after, (decay, change), axis=1)
+    y = jnp.tanh(x) * (state.sum(-1) if "states" in params else state)
+    return mean_square(y @ params["in"])
+
+
+def between_passes(params, x):
+    """What the backward pass's kernels of their own take of others, of the size of all times."""
+    [plan] = plans_of(jax.value_and_grad(recurrent), "mixed_bfloat16", params, x)
+    pieces = [p for step in plan.steps if isinstance(step, Part) for p in step.segment]
+    taken = {v for p in pieces for v in p.apart}
+    made = {v: e for p in pieces for e in p.eqns for v in e.outvars if v in p.results}
+    ends = taken & made.keys()
+    return [v.aval.shape for v in ends if made[v].primitive.name == "add_any"]
+
+
+def test_what_an_associative_scan_ends_in_is_there_for_all_who_take_it():
+    """In float32: they would cut and join once more. Not what is larger than what it is made of."""
+    x = jnp.ones((8, 128, 128))
+    params = {name: jnp.eye(128) for name in ("in", "decay", "enter")} | {"bias": jnp.ones(128)}
+    assert x.shape in between_passes(params, x)
+    assert not between_passes(params | {"states": jnp.ones(8)}, x)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_what_an_associative_scan_ends_in_is_written_once_for_an_h200(monkeypatch):
+    weights = dict.fromkeys(("in", "decay", "enter"), (1024, 1024))
+    shapes = {**weights, "bias": (1024,)}, (8, 1024, 1024)
+    found = compiled(recurrent, *shapes).nbytes
+    monkeypatch.setattr("jmp_kit.casting._passes.ends_of_woven", lambda _: set())
+    assert found <= compiled(recurrent, *shapes).nbytes - 8 * 2 * 8 * 1024 * 1024

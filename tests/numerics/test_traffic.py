@@ -204,6 +204,16 @@ DOUBLED += "".join(f"  %n{i} = f32[64,8]{{1,0}} add(%n{i - 1}, %n{i - 1})\n" for
             ),
             4,
         ),
+        (
+            (
+                "%e = f32[64,8]{1,0} exponential(%n)\n"
+                "  %s = f32[4,8]{1,0} slice(%e), slice={[0:4], [0:8]}\n"
+                "  %z = f32[] constant(0)\n"
+                "  %p4 = f32[64,8]{1,0} pad(%s, %z), padding=0_60x0_0\n"
+                "  ROOT %r = f32[64,8]{1,0} tanh(%p4)"
+            ),
+            4,
+        ),
         (DOUBLED + "  ROOT %s = f32[4,8]{1,0} slice(%n99), slice={[1:5], [0:8]}", 4),
     ],
 )
