@@ -64,7 +64,8 @@ def sums(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
     for i in range(0, len(found), 2):
         pair = found[i : i + 2]
         axes, axis = tuple(pair[0].params["axes"]), _divided(pair[0])
-        yield from _on_gpus(functools.partial(sums_of, axes=axes, axis=axis), pair)
+        function = functools.partial(sums_of, axes=axes, axis=axis, is_one_of_many=len(found) > 2)
+        yield from _on_gpus(function, pair)
 
 
 def begun_late(eqn: JaxprEqn, begun: Set[Var], sources: Iterable[Var]) -> Iterator[JaxprEqn]:
@@ -120,11 +121,18 @@ def row_sum(x: jax.Array) -> Sequence[jax.Array]:
     return [jnp.max(x - (x - total), axis=-1)]
 
 
-def sums_of(*xs: jax.Array, axes: tuple[int, ...], axis: int | None) -> Sequence[jax.Array]:
-    """The sums of one or two arrays over these axes, of which one is divided in stages, if any."""
-    x = lax.complex(*xs) if len(xs) > 1 else xs[0]
+def sums_of(
+    *xs: jax.Array, axes: tuple[int, ...], axis: int | None, is_one_of_many: bool = False
+) -> Sequence[jax.Array]:
+    """The sums of one or two arrays over these axes, of which one is divided in stages, if any.
+
+    Args:
+      is_one_of_many: whether there are others, in pairs: XLA makes one kernel of the same dtypes.
+    """
+    several = [*xs, jnp.zeros_like(xs[0])] if is_one_of_many else xs
+    x = lax.complex(*several[:2]) if len(several) > 1 else xs[0]
     total = jnp.sum(x, axes) if axis is None else staged_sum(x, axes, axis)
-    return [total.real, total.imag] if len(xs) > 1 else [total]
+    return [total.real, total.imag][: len(xs)] if len(several) > 1 else [total]
 
 
 def staged_sum(x: jax.Array, axes: tuple[int, ...], axis: int) -> jax.Array:

@@ -5,6 +5,9 @@ that is summed up, and over further axes again. Written so, one sum is all that 
 
     sum(x · b, axes) = sum(x, axes) · b             where b is constant along the axes
     sum(x, (0, 1, 2)) = sum(sum(x, (1, 2)), 0)
+
+The latter also where x · y is summed up over the inner axes, as for the gradients of a bias and of
+what scales each image's channels: XLA makes sums over the same axes in one kernel.
 """
 
 import functools
@@ -55,13 +58,20 @@ def shared(jaxpr: Jaxpr, is_late: Callable[[JaxprEqn], bool]) -> Jaxpr:
     wanted: dict[Var, list[Axes]] = defaultdict(list)
     for found in sums.values():
         wanted[found.of].append(found.axes)
+    beside: dict[Var, list[Axes]] = defaultdict(list)  # of what is made of each in place
+    for found in sums.values():
+        for v in _factors(found.of, maker):
+            beside[v].append(found.axes)
     there: dict[tuple[Var, Axes], Var] = {}
     instead: dict[Var, Atom] = {}
     eqns: list[JaxprEqn] = []
 
+    def within(axes: Axes, of: Var) -> list[Axes]:
+        return [a for a in beside[of] if set(a) < set(axes)]
+
     def sum_of(of: Var, axes: Axes, source: Any) -> Var:
         if (of, axes) not in there:
-            inner = max((a for a in wanted[of] if set(a) < set(axes)), key=len, default=())
+            inner = max(within(axes, of), key=len, default=())
             operand = sum_of(of, inner, source) if inner else of
             left = tuple(a - sum(i < a for i in inner) for a in axes if a not in inner)
             shape = [n for i, n in enumerate(shape_of(of)) if i not in axes]
@@ -75,7 +85,7 @@ def shared(jaxpr: Jaxpr, is_late: Callable[[JaxprEqn], bool]) -> Jaxpr:
 
     for eqn in jaxpr.eqns:
         one = sums.get(id(eqn))
-        if one is None or len(wanted[one.of]) == 1:
+        if one is None or (len(wanted[one.of]) == 1 and not within(one.axes, one.of)):
             eqns.append(taking(eqn, instead))
             continue
         total = sum_of(one.of, one.axes, eqn.source_info)
@@ -85,6 +95,19 @@ def shared(jaxpr: Jaxpr, is_late: Callable[[JaxprEqn], bool]) -> Jaxpr:
             total = made
         instead[eqn.outvars[0]] = total
     return jaxpr.replace(eqns=eqns, outvars=in_place(jaxpr.outvars, instead))
+
+
+def _factors(of: Var, maker: Mapping[Var, JaxprEqn]) -> set[Var]:
+    """A value, and what it is a product of."""
+    found: set[Var] = set()
+    waiting = [of]
+    while waiting:
+        v = waiting.pop()
+        found.add(v)
+        if v in maker and maker[v].primitive.name in ("mul", "neg"):
+            operands = filter(is_var, maker[v].invars)
+            waiting += [a for a in operands if shape_of(a) == shape_of(of) and a not in found]
+    return found
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
