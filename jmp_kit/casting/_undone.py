@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit.casting._worth import reduces
 from jmp_kit.programs._flow import SUMS, Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
@@ -42,13 +43,15 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
         dividend -> quotient * divisor      where a product takes the quotient, the divisor is small
         dividend, divisor -> quotient, 1    of these, where the scale of both makes no difference
         x > 0    -> max(x, 0) > 0           where a product takes the maximum
-        x > 0    -> y > 0                   where a product takes y, x where that holds, or else a·x
+        x > 0    -> y > 0                   where a product takes y, x where that holds, or else a·x,
+                                            and x is no norm
 
     Returns:
       The program, and these results, as good as ever where they are stored in half.
     """
     uses, place = uses_of(jaxpr), {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    normed = _normed(jaxpr, flow)
     eqns: list[JaxprEqn] = []
     results: set[Var] = set()
     positive: dict[Var, Var] = {}  # the positive part of each
@@ -69,7 +72,9 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
         if is_positive_part(eqn) and is_multiplied(eqn.outvars[0]):
             positive[eqn.invars[0]] = eqn.outvars[0]
         mask = _leaky_mask(eqn, maker)
-        if mask is not None and is_multiplied(eqn.outvars[0]) and any(map(is_late_use, uses[mask])):
+        is_read = mask is not None and any(map(is_late_use, uses[mask]))
+        # A norm's backward pass reads what it is a norm of, and makes the operand again.
+        if mask and is_read and eqn.invars[2] not in normed and is_multiplied(eqn.outvars[0]):
             results.update(eqn.outvars)
             instead[mask] = made = Var(mask.aval)
             of_result = {maker[mask].invars[0]: eqn.outvars[0]}
@@ -141,6 +146,17 @@ def _degree(eqn: JaxprEqn, operands: Sequence[int]) -> int | None:
         case name if name in _LINEAR:
             return operands[0]
     return None
+
+
+def _normed(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
+    """What is made with sums of what the last products gave."""
+    found: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        if not flow.closes(eqn) and (
+            reduces(eqn) or not found.isdisjoint(filter(is_var, eqn.invars))
+        ):
+            found.update(eqn.outvars)
+    return found
 
 
 def _leaky_mask(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Var | None:

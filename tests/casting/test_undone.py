@@ -145,6 +145,7 @@ OTHERS = {
     "a slope of each": lambda z: jax.nn.leaky_relu(z, jnp.linspace(0.1, 1, 64)),
     "an exponential": jax.nn.elu,
     "a limit that is not 0": lambda z: jnp.where(z > 1.0, z, z * 0.5),
+    "a norm": lambda z: jax.nn.leaky_relu(z / z.std(-1, keepdims=True)),
     "another value": lambda z: jnp.where(z > 0, z, (z + 1) * 0.5),
 }
 
