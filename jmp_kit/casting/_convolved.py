@@ -1,4 +1,4 @@
-"""Biases and ReLUs that a convolution's kernel adds before it writes its result, on GPUs.
+"""Biases and ReLUs that a convolution's kernel adds before it writes its result, on NVIDIA GPUs.
 
     y = half(relu(float32(half(conv(x, w))) + b))    as planned, in two kernels
     y = relu(half(conv(x, w)) + half(b))             what XLA takes for one kernel of cuDNN's
@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._plan import Piece
-from jmp_kit.casting._undone import is_positive_part
+from jmp_kit.casting._signs import is_positive_part
 from jmp_kit.programs._jaxpr import cast, cut_out, equations_of, is_var, shape_of, size_of
 
 Uses = Mapping[Var, Sequence[JaxprEqn | None]]
@@ -81,7 +81,7 @@ def _function(as_it_was: Callable[..., Any], half: np.dtype, is_positive: bool) 
 
     @jax.custom_jvp
     def at_once(x: jax.Array, y: jax.Array) -> Any:
-        return lax.platform_dependent(x, y, cuda=in_half, rocm=in_half, default=as_it_was)
+        return lax.platform_dependent(x, y, cuda=in_half, default=as_it_was)
 
     at_once.defjvp(lambda primals, tangents: jax.jvp(as_it_was, primals, tangents))
     return at_once

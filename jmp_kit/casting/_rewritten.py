@@ -15,6 +15,7 @@ from jmp_kit.casting._repeat import repeating
 from jmp_kit.casting._scaled import scaled_last
 from jmp_kit.casting._scans import repeating_scans
 from jmp_kit.casting._scattered import added_up
+from jmp_kit.casting._signs import signs_of_results
 from jmp_kit.casting._sums import shared
 from jmp_kit.casting._turned import fronted, turned, with_filters_in_half
 from jmp_kit.casting._undone import undone
@@ -62,14 +63,15 @@ def repeated(
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)
     jaxpr = added_up(pooled(scaled_last(jaxpr)))
-    jaxpr, rounded = undone(jaxpr, flow, _is_late)
+    jaxpr, signed = signs_of_results(jaxpr, flow, _is_late)
+    jaxpr, divided = undone(jaxpr, flow, _is_late)
     jaxpr = shared(jaxpr, _is_late)
     depending = flow.depending(jaxpr, depends)
     uses = uses_of(jaxpr)
     parts = sunk(parts_of(jaxpr.eqns, flow), flow, uses, _is_late)
     parts = list(filter(None, summed_first(parts, flow, uses, _is_late)))
     reaching = flow.reaching(jaxpr, reaches)
-    parts = list(repeating(parts, flow, depending, reaching, uses, rounded, price))
+    parts = list(repeating(parts, flow, depending, reaching, uses, signed | divided, price))
     parts = living(parts, jaxpr.outvars)  # what is made again was made for others alone
     return jaxpr.replace(eqns=[eqn for part in parts for eqn in part]), parts
 
