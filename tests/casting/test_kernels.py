@@ -23,7 +23,7 @@ from jmp_kit.casting._kernels import (
     sums,
     sums_of,
 )
-from jmp_kit.programs._jaxpr import constants_of, opened, traced_back, uses_of
+from jmp_kit.programs._jaxpr import constants_of, opened, subjaxprs, traced_back, uses_of
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
@@ -57,6 +57,25 @@ def test_two_sums_in_one_are_two_sums(axis, wrong):
     found = sums_of(x, y, axes=(0, 1), axis=axis)
     np.testing.assert_array_equal(found[0], x.sum((0, 1)))
     np.testing.assert_array_equal(found[1], y.sum((0, 1)))
+
+
+@pytest.mark.parametrize("wrong", [1.0, np.inf, np.nan])
+def test_one_of_many_sums_is_one_of_a_pair(wrong):
+    x = np.random.default_rng(0).integers(9, size=(4, 16, 3)).astype(np.float32)
+    x[1, 2, 0] = wrong
+    [found] = sums_of(x, axes=(0, 1), axis=None, is_one_of_many=True)
+    np.testing.assert_array_equal(found, x.sum((0, 1)))
+
+
+@pytest.mark.parametrize(("count", "pairs"), [(1, 0), (2, 1), (3, 2), (4, 2)])
+def test_sums_are_all_of_pairs_or_there_is_one(count, pairs):
+    def fun(x):
+        return [jnp.sum(jnp.sin(n * x), (0, 1)) for n in range(count)]
+
+    jaxpr = opened(jax.make_jaxpr(fun)(jnp.ones((4, 16, 3))))[0]
+    made = sums(jaxpr.eqns, set(jaxpr.outvars))
+    names = [e.primitive.name for eqn in made for s in subjaxprs(eqn) for e in s.eqns]
+    assert names.count("complex") == pairs
 
 
 def stages(*shape):

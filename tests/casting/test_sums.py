@@ -49,6 +49,21 @@ def test_the_gradients_of_a_norm_read_what_they_share_once():
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+def modulated_sums(x, other):
+    """The gradients of a bias, and of what scales each image's channels."""
+    return jnp.sum(x, (0, 1, 2)), jnp.sum(x * other, (1, 2))
+
+
+def test_what_is_summed_up_over_more_axes_is_summed_up_over_the_same_first():
+    args = drawn(0, SHAPE, SHAPE)
+    large, found = rewritten(modulated_sums, *args)
+    assert large == [(1, 2), (1, 2)]
+    for a, b in zip(found, modulated_sums(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    unrelated = rewritten(lambda x, y: (jnp.sum(x, (0, 1, 2)), jnp.sum(y, (1, 2))), *args)
+    assert unrelated[0] == [(0, 1, 2), (1, 2)]
+
+
 @st.composite
 def factors(draw):
     """What a value is multiplied by, how, and whether it is written out in full."""
