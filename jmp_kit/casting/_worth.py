@@ -138,8 +138,8 @@ def woven(segment: Sequence[JaxprEqn]) -> set[Var]:
 def ends_of_woven(segment: Sequence[JaxprEqn]) -> set[Var]:
     """What is cut and joined over and over ends in, before anything else is computed of it."""
     before = cuts_before(segment)
-    often = [v for v, n in before.items() if n > MOST_CUTS]
-    whole = max(map(size_of, often), default=0)
+    often = [v for v, n in before.items() if n > MOST_CUTS and isinstance(size_of(v), int)]
+    whole = max(map(size_of, often), default=0)  # of symbolic ones, none may be the largest
     joins = {v for e in segment if e.primitive.name in CUTS | SUMS for v in e.outvars}
     ends = {v for v in often if v in joins and size_of(v) == whole}
     others = (e for e in segment if e.primitive.name not in CUTS | SUMS)

@@ -39,7 +39,7 @@ def source_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn] = ()) -> Source:
     inside = [*calls, eqn]
     for i, call in enumerate(calls):
         # What autocast calls again holds the lines of a user.
-        names = (name for name in _defined_in(call) if not _is_within(name, ["jmp_kit"]))
+        names = (name for name in _defined_in(call) if not _is_within(name, ("jmp_kit",)))
         if any(map(_is_aside, names)):
             inside = inside[: i + 1]
             break
@@ -64,7 +64,7 @@ def is_added(lines: Sequence[Source]) -> bool:
     """Whether this library, and no program that it was given, did what comes from these lines."""
     end = innermost(lines)
     inside = itertools.takewhile(lambda line: line != end, lines)
-    return any(_is_within(line.file, ["jmp_kit"]) for line in inside)
+    return any(_is_within(line.file, ("jmp_kit",)) for line in inside)
 
 
 def _defined_in(call: JaxprEqn) -> Iterator[str]:
@@ -81,6 +81,7 @@ def _is_aside(name: str, libraries: Sequence[str] = _LIBRARIES) -> bool:
     return not in_packages and pathlib.Path(name).is_relative_to(sysconfig.get_path("stdlib"))
 
 
+@functools.cache
 def _is_within(name: str, libraries: Sequence[str]) -> bool:
     folders = (_folder(library) for library in libraries)
     return any(folder and pathlib.Path(name).is_relative_to(folder) for folder in folders)
