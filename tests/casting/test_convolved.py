@@ -75,6 +75,7 @@ def test_biases_are_added_in_half_on_gpus_alone(fun, half, dtype):
 OTHERS = {
     "taken twice": lambda z, b: jax.nn.relu(z + b) + z.mean(),
     "another activation": lambda z, b: jax.nn.gelu(z + b),
+    "a function of several": lambda z, b: jax.jit(lambda y: y * jnp.tanh(y))(z + b),
     "no bias": lambda z, b: jax.nn.relu(z + b * jnp.ones((20, 24, 1))),
     "a number": lambda z, b: jax.nn.relu(z + 1.0),
     "itself": lambda z, b: jax.nn.relu(z + z),
