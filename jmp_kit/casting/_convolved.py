@@ -67,14 +67,16 @@ def in_one_kernel(
             if whole.keys() & set(eqn.outvars):
                 [result] = eqn.outvars
                 as_it_was, taken = cut_out(jaxpr, whole[result], [result])
-                function = _function(as_it_was, half, len(whole[result]) > 1)
+                function = _at_once(as_it_was, half, len(whole[result]) > 1)
                 eqns += equations_of(function, taken, [result], eqn.source_info)
             elif parts.isdisjoint(eqn.outvars):
                 eqns.append(eqn)
         yield piece._replace(eqns=eqns)
 
 
-def _function(as_it_was: Callable[..., Any], half: np.dtype, is_positive: bool) -> Any:
+def _at_once(as_it_was: Callable[..., Any], half: np.dtype, is_positive: bool) -> Any:
+    """What adds two values, the positive part of it alone if so, in half for XLA to see it."""
+
     def in_half(x: jax.Array, y: jax.Array) -> Any:
         total = cast(x, half) + cast(y, half)
         return [cast(jnp.maximum(total, 0) if is_positive else total, x.dtype)]

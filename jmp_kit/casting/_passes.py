@@ -289,7 +289,8 @@ class _Segment:
     def _is_read_less(self, v: Var) -> bool:
         """Whether two who take it move less by a float32 copy than by what it is made of."""
         made_of = sum(size_of(a) for a in self.cone(v, self.stops).sources if self._is_big(a))
-        return self._is_big(v) and 4 * (1 + 2) * size_of(v) <= 2 * 2 * made_of
+        # Written once and read twice in float32, or in half all that it is made of, read twice.
+        return self._is_big(v) and (1 + 2) * 4 * size_of(v) <= 2 * 2 * made_of
 
     def merged(self, groups: dict[Pass, list[Var]]) -> list[Pass]:
         """The passes in order, sums made in the pass of others that read the same in any case."""
