@@ -59,15 +59,25 @@ def _behind(barrier: Barrier, env: Mapping[Var, Any]) -> Sequence[Any]:
 
 def _piece(jaxpr: Jaxpr, piece: Piece, env: Env) -> dict[Var, Any]:
     """The results of a piece, of what it takes in this environment."""
-    for eqn in piece.moved:
-        operands = (_read(a, env) for a in eqn.invars if is_var(a) and is_float32(a))
-        dtype = jnp.result_type(*operands)
-        env.update(zip(eqn.outvars, _in_dtype(jaxpr, eqn, dtype, env), strict=True))
+    _move(jaxpr, piece, env)
     moved = {v for eqn in piece.moved for v in eqn.outvars}
     computed = [v for v in piece.results if v not in moved]
     function, invars = cut_out(jaxpr, piece.eqns, computed)
     env.update(zip(computed, function(*(widen(env[v], v) for v in invars)), strict=True))
     return {v: env[v] for v in piece.results}
+
+
+def _move(jaxpr: Jaxpr, piece: Piece, env: Env) -> None:
+    """What a piece moves before it computes, into the environment."""
+    for eqn in piece.moved:
+        operands = (_read(a, env) for a in eqn.invars if is_var(a) and is_float32(a))
+        dtype = jnp.result_type(*operands)
+        env.update(zip(eqn.outvars, _in_dtype(jaxpr, eqn, dtype, env), strict=True))
+
+
+def _shaped(x: Any, v: Var) -> Any:
+    """The value with a variable's axes."""
+    return lax.reshape(x, v.aval.shape)
 
 
 def _part(jaxpr: Jaxpr, part: Part, env: Env, numbers: Mapping[Var, int]) -> None:
@@ -83,12 +93,11 @@ def _part(jaxpr: Jaxpr, part: Part, env: Env, numbers: Mapping[Var, int]) -> Non
         values = dict(zip(invars, args, strict=True))
         behind: dict[tuple[Var, ...], Any] = {}
         for piece in part.segment:
-            apart = dict(zip(piece.apart, _apart(piece, values, behind, numbers), strict=True))
-            for v, x in _piece(jaxpr, piece, {**values, **apart}).items():
+            for v, x in _made(jaxpr, piece, values, behind, numbers).items():
                 if v in part.stored:
                     with _named(part.stored[v].eqn):
                         x = _stored(x, part.stored[v])
-                values[v] = x
+                values[v] = _shaped(x, v) if piece.matrices else x
         for eqn, half in part.products:
             operands = {**values, **dict(_alone(half, values, part.alone.get(eqn.outvars[0], {})))}
             if half is not None and eqn.outvars[0] in part.summed:
@@ -111,6 +120,28 @@ def _named(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """The names around an equation, for what is done beside it."""
     stack = str(eqn.source_info.name_stack)
     return jax.named_scope(stack) if stack else contextlib.nullcontext()
+
+
+def _made(
+    jaxpr: Jaxpr,
+    piece: Piece,
+    values: Mapping[Var, Any],
+    behind: dict[tuple[Var, ...], Sequence[Any]],
+    numbers: Mapping[Var, int],
+) -> dict[Var, Any]:
+    """The results of a piece of a segment, those of matrices as matrices.
+
+    Args:
+      behind, numbers: see `_apart`.
+    """
+    env = dict(values)
+    run, names = piece.matrices or (piece, {})
+    if piece.matrices:
+        _move(jaxpr, piece, env)
+        env.update((names[v], _shaped(env[v], names[v])) for v in names.keys() & env.keys())
+    env.update(zip(run.apart, _apart(run, env, behind, numbers), strict=True))
+    made = _piece(jaxpr, run, env)
+    return {v: made[names.get(v, v)] for v in piece.results}
 
 
 def _apart(

@@ -36,15 +36,15 @@ _STAGES, _FEW, _MANY = 8, 2**14, 2**20
 _LARGE = 2**22
 
 
-def rows(eqns: Sequence[JaxprEqn], is_row: Callable[[JaxprEqn], bool]) -> Iterator[JaxprEqn]:
-    """The equations, with sums along rows that XLA sees to be such.
+def rows(eqns: Sequence[JaxprEqn], found: Set[Var]) -> Iterator[JaxprEqn]:
+    """The equations, with these sums along rows written for XLA to see what they are.
 
     XLA takes a sign out of a sum, and then does not recognise it: it is taken out before.
     """
     negations = {e.outvars[0]: e for e in eqns if e.primitive.name == "neg"}
     for eqn in eqns:
         is_sum = eqn.primitive.name == "reduce_sum" and is_float32(eqn.outvars[0])
-        if not is_row(eqn) or not is_sum:
+        if not is_sum or eqn.outvars[0] not in found:
             yield eqn
         elif negation := negations.get(eqn.invars[0]):
             total = Var(eqn.outvars[0].aval)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting import _kernels as kernels
+from jmp_kit.casting._matrices import of_matrices
 from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Form, Piece, Stored
@@ -323,17 +324,20 @@ class _Segment:
         ordered = [e for eqn in ordered for e in kernels.flattened(eqn)]
         late = [v for v in sources if is_float32(v) and self.depends(v)]
         ordered = [e for eqn in ordered for e in kernels.begun_late(eqn, self.begun, late)]
-        if group.is_row:
-            ordered = list(kernels.rows(ordered, self._is_row))
-        elif group.is_apart:
-            ordered = list(kernels.sums(ordered, set(roots)))
-        ordered = [e for eqn in ordered for e in kernels.own_zeros(eqn)]
         apart = list(fresh) if group.is_apart else []
         if group.is_apart:  # or XLA takes it for the pass that made these
             apart += [v for v in sources if v in self.maker and v not in fresh]
         lies = all(map(self._is_column_sum, roots))
         lies |= self.is_dear_once and any(map(_is_padded, fresh))  # or XLA writes what is dear
-        return Piece(ordered, list(roots), apart, lies, list(self._moved(ordered)))
+        sums = {e.outvars[0] for e in ordered if group.is_row and self._is_row(e)}
+        piece = Piece(ordered, list(roots), apart, lies, list(self._moved(ordered)))
+        matrices = of_matrices(piece, sums) if sums and not lies else None
+        if group.is_row:
+            ordered = list(kernels.rows(ordered, sums))
+        elif group.is_apart:
+            ordered = list(kernels.sums(ordered, set(roots)))
+        ordered = [e for eqn in ordered for e in kernels.own_zeros(eqn)]
+        return piece._replace(eqns=ordered, matrices=matrices)
 
     def _moved(self, eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
         """What only moves values from outside, which may be there in half, or adds them in it."""

@@ -66,6 +66,14 @@ class Piece(NamedTuple):
     apart: Sequence[Var] = ()  # of what they take, what XLA is not to share with others
     where_it_lies: bool = False  # whether XLA reads that so; what it cuts, a barrier has it copy
     moved: Sequence[JaxprEqn] = ()  # before them, in the dtype that what they move is stored in
+    matrices: "Matrices | None" = None  # what runs instead
+
+
+class Matrices(NamedTuple):
+    """A piece with one axis in place of several, for XLA to compile in less time."""
+
+    piece: Piece
+    names: Mapping[Var, Var]  # what the variables of the other are in it
 
 
 class Fixed(NamedTuple):
