@@ -33,6 +33,8 @@ _RESHAPES = {"reshape", "squeeze", "expand_dims"}
 _REDUCES = {"reduce_sum", "reduce_max", "reduce_min"}
 # What takes values from other places than it puts them to, or may.
 _MOVES = {"transpose", "slice", "rev", "concatenate", "pad", "iota", "split"}
+# What XLA reads as it lies, cut or turned, where axes are not joined.
+_CUTS = {"transpose", "slice", "rev", "split", "gather", "dynamic_slice"}
 
 
 def of_matrices(piece: Piece, sums: Set[Var]) -> Matrices | None:
@@ -52,7 +54,8 @@ def of_matrices(piece: Piece, sums: Set[Var]) -> Matrices | None:
     whole = [v for v in taken if shape_of(v)[:-1] == leading and shape_of(v)[-1] > 1]
     joining = _Joining(leading)
     written = list(map(joining.written, rest))
-    if not there.issuperset(whole) or None in written:
+    cut = any(e.primitive.name in _CUTS for e in piece.moved)
+    if cut or not there.issuperset(whole) or None in written:
         return None
     names = joining.names
     eqns = [e for eqns in written if eqns for e in eqns]
@@ -160,6 +163,7 @@ class _Joining:
         elif self.is_cut and several == self.leading[: len(several)]:
 
             def spread(x: Any) -> Any:
+                x = lax.reshape(x, shape_of(operand))  # the axes may be others, of the same sizes
                 return lax.reshape(lax.broadcast_in_dim(x, whole, axes), shape)
 
         else:
