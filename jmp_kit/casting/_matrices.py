@@ -25,6 +25,7 @@ from jmp_kit.programs._jaxpr import (
     is_var,
     shape_of,
     subjaxprs,
+    taking,
 )
 
 Shape = tuple[int, ...]
@@ -54,13 +55,13 @@ def of_matrices(piece: Piece, sums: Set[Var]) -> Matrices | None:
     whole = [v for v in taken if shape_of(v)[:-1] == leading and shape_of(v)[-1] > 1]
     joining = _Joining(leading)
     written = list(map(joining.written, rest))
-    cut = any(e.primitive.name in _CUTS for e in piece.moved)
-    if cut or not there.issuperset(whole) or None in written:
+    is_cut = any(e.primitive.name in _CUTS for e in piece.moved)
+    if is_cut or not there.issuperset(whole) or None in written:
         return None
     names = joining.names
     eqns = [e for eqns in written if eqns for e in eqns]
     small = [v for v in taken if v in names and v not in there]
-    before = [] if joining.is_cut else list(_joined_before(small, names, eqns[0].source_info))
+    before = [] if joining.is_tiled else list(_joined_before(small, names, eqns[0].source_info))
     found = {names[v] for v in sums}
     results = [names.get(v, v) for v in piece.results]
     apart = [names.get(v, v) for v in taken if v in there]
@@ -84,15 +85,15 @@ def _there_on_gpus(x: jax.Array) -> Any:
 class _Joining:
     def __init__(self, leading: Shape) -> None:
         self.leading = leading
-        # XLA cuts in powers of two, and what it cannot cut it does not join in a kernel.
-        self.is_cut = not any(n & (n - 1) for n in leading[1:])
+        # Tiles are powers of two, and what they do not divide XLA does not join in a kernel.
+        self.is_tiled = not any(n & (n - 1) for n in leading[1:])
         self.names: dict[Var, Var] = {}
 
     def written(self, eqn: JaxprEqn) -> Sequence[JaxprEqn] | None:
         """The equation with one axis; None if it cannot be."""
         name, [result, *others] = eqn.primitive.name, eqn.outvars
         if not any(map(self.shape, (*eqn.invars, *eqn.outvars))):
-            return [eqn]
+            return [taking(eqn, self.names)]
         if any(map(_is_shared, (*eqn.invars, result))) or others or list(subjaxprs(eqn)):
             return None
         if name in _RESHAPES:
@@ -160,7 +161,7 @@ class _Joining:
                 row = lax.reshape(x, (math.prod(held), *others))
                 return lax.broadcast_in_dim(row, shape, range(len(shape)))
 
-        elif self.is_cut and several == self.leading[: len(several)]:
+        elif self.is_tiled and several == self.leading[: len(several)]:
 
             def spread(x: Any) -> Any:
                 x = lax.reshape(x, shape_of(operand))  # the axes may be others, of the same sizes
