@@ -81,7 +81,7 @@ def begun_late(eqn: JaxprEqn, begun: Set[Var], sources: Iterable[Var]) -> Iterat
         is_begun = is_var(start) and start in begun
         if is_begun and late and size_of(start) >= _LARGE and not _is_split(start):
             made = Var(start.aval)
-            yield from equations_of(_after_on_gpus, [start, *late], [made], eqn.source_info)
+            yield from equations_of(on_gpus_alone(after), [start, *late], [made], eqn.source_info)
             eqn = eqn.replace(invars=[made, *others])
     yield eqn
 
@@ -93,7 +93,7 @@ def flattened(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         if len(shape_of(result)) > 1 and not _is_split(result):  # split axes are not joined
             total = Var(result.aval)
             yield eqn.replace(outvars=[total])
-            yield from equations_of(_flat_on_gpus, [total], [result], eqn.source_info)
+            yield from equations_of(on_gpus_alone(flat), [total], [result], eqn.source_info)
             return
     yield eqn
 
@@ -162,6 +162,17 @@ def flat(total: jax.Array) -> jax.Array:
     return lax.optimization_barrier(total.reshape(-1)).reshape(total.shape)
 
 
+def on_gpus_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on GPUs; elsewhere what it is given first."""
+
+    def either(x: jax.Array, *others: jax.Array) -> Any:
+        return lax.platform_dependent(
+            x, *others, cuda=function, rocm=function, default=lambda x, *others: x
+        )
+
+    return either
+
+
 def _divided(eqn: JaxprEqn) -> int | None:
     """The axis that is summed up in two stages, if one is."""
     [operand], [result], axes = eqn.invars, eqn.outvars, eqn.params["axes"]
@@ -175,16 +186,6 @@ def _divided(eqn: JaxprEqn) -> int | None:
 def _is_split(v: Var) -> bool:
     """Whether its type says that devices hold parts of it."""
     return any(getattr(getattr(v.aval, "sharding", None), "spec", ()))
-
-
-def _after_on_gpus(start: jax.Array, *sources: jax.Array) -> Any:
-    return lax.platform_dependent(
-        start, *sources, cuda=after, rocm=after, default=lambda start, *sources: start
-    )
-
-
-def _flat_on_gpus(x: jax.Array) -> Any:
-    return lax.platform_dependent(x, cuda=flat, rocm=flat, default=lambda x: x)
 
 
 def _on_gpus(

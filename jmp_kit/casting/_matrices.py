@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AxisType
@@ -72,14 +71,10 @@ def _joined_before(
     small: Sequence[Var], names: dict[Var, Var], source: object
 ) -> Iterator[JaxprEqn]:
     """What has the axes of these joined before the kernel that takes them; it names them anew."""
+    there = kernels.on_gpus_alone(lax.optimization_barrier)
     for v in small:
         name, names[v] = names[v], Var(names[v].aval)
-        yield from equations_of(_there_on_gpus, [names[v]], [name], source)
-
-
-def _there_on_gpus(x: jax.Array) -> Any:
-    barrier = lax.optimization_barrier
-    return lax.platform_dependent(x, cuda=barrier, rocm=barrier, default=lambda x: x)
+        yield from equations_of(there, [names[v]], [name], source)
 
 
 class _Joining:
