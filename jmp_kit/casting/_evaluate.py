@@ -138,7 +138,7 @@ def _made(
     run, names = piece.matrices or (piece, {})
     if piece.matrices:
         _move(jaxpr, piece, env)
-        env.update((names[v], _shaped(env[v], names[v])) for v in names.keys() & env.keys())
+        env.update((name, _shaped(env[v], name)) for v, name in names.items() if v in env)
     env.update(zip(run.apart, _apart(run, env, behind, numbers), strict=True))
     made = _piece(jaxpr, run, env)
     return {v: made[names.get(v, v)] for v in piece.results}

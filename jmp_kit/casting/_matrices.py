@@ -44,7 +44,7 @@ def of_matrices(piece: Piece, sums: Set[Var]) -> Matrices | None:
     program: on these, one axis may not lie as several do. And not of what XLA makes rather than
     reads, a mask say: it would write that.
     """
-    [leading, *_] = map(shape_of, sums)
+    leading = next(shape_of(v) for e in piece.eqns for v in e.outvars if v in sums)
     if len(leading) < 2 or not all(isinstance(n, int) for n in leading):
         return None
     rest = [e for e in piece.eqns if not any(e is moved for moved in piece.moved)]
@@ -129,7 +129,7 @@ class _Joining:
     def elementwise(self, eqn: JaxprEqn) -> Sequence[JaxprEqn] | None:
         """The equation, before it what has only some of the axes."""
         [result] = eqn.outvars
-        several = {a for a in eqn.invars if shape_of(a) and not self.shape(a)}
+        several = [a for a in eqn.invars if shape_of(a) and not self.shape(a)]
         whole = {a: Var(a.aval.update(shape=self.shape(result))) for a in several}
         before = [self.spread(a, range(a.aval.ndim), v, eqn) for a, v in whole.items()]
         if None in before:

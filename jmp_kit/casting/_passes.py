@@ -130,7 +130,8 @@ class _Segment:
         self.stops |= ends
         self.joined = self._joined(segment)
         wanted = [v for v in made if v in self.maker]
-        statistics = self._statistics([*ends, *(v for v in wanted if not self._is_big(v))])
+        small = [v for v in wanted if not self._is_big(v)]
+        statistics = self._statistics([*(v for v in self.maker if v in ends), *small])
         every = ends.union(self.rounded, self.joined, wanted, statistics)
         self.statistics = statistics
         self.roots = [v for e in segment for v in e.outvars if v in every]
