@@ -345,7 +345,7 @@ class _Segment:
         made = {v for e in eqns for v in e.outvars}
         for eqn in eqns:
             operands = [a for a in eqn.invars if is_var(a) and is_float32(a)]
-            outside = operands and not any(a in made for a in operands)
+            outside = operands and not any(a in made for a in eqn.invars if is_var(a))
             is_moved = is_exact(eqn) or id(eqn) in self.added
             if outside and is_moved and all(map(self.depends, operands)):
                 made.difference_update(eqn.outvars)

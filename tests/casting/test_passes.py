@@ -706,6 +706,19 @@ def test_halves_move_as_halves(move):
     assert jnp.abs(found - full).max() <= 0.02 * jnp.abs(full).max()
 
 
+def test_halves_are_looked_up_at_places_that_are_computed_with_them():
+    def loss_fn(w, x):
+        y = jnp.tanh(x @ w)
+        places = jnp.argsort(y[:, 0]) + 1
+        return mean_square(jnp.zeros((66, 64)).at[places].set(y, unique_indices=True) @ w)
+
+    w = jax.random.normal(jax.random.key(0), (64, 64)) / 8
+    x = jax.random.normal(jax.random.key(1), (64, 64))
+    full = jax.grad(loss_fn)(w, x)
+    found = autocast(jax.grad(loss_fn), "mixed_bfloat16")(w, x)
+    assert jnp.abs(found - full).max() <= 0.02 * jnp.abs(full).max()
+
+
 @pytest.mark.parametrize(("value", "is_moved"), [(0.0, True), (-jnp.inf, True), (0.1, False)])
 def test_halves_are_padded_with_what_half_has(value, is_moved):
     def loss_fn(w, x):
