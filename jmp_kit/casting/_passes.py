@@ -21,6 +21,7 @@ from jmp_kit.casting._matrices import of_matrices
 from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Form, Piece, Stored
+from jmp_kit.casting._scattered import put_in
 from jmp_kit.casting._worth import FEW, MOST_CUTS, cuts_before, ends_of_woven, is_costly, is_kept
 from jmp_kit.programs._flow import is_exact
 from jmp_kit.programs._jaxpr import (
@@ -118,6 +119,7 @@ class _Segment:
         self.largest = max((n for n in map(size_of, atoms) if isinstance(n, int)), default=0)
         self.rounded = {v for v, s in stored.items() if s.form and v in self.maker}
         self.summed = {v for v in self.rounded if stored[v].form is Form.FUSED}
+        self.put = {v: s.dtype for v, s in stored.items() if s.form is Form.PUT}
         sums = [v for v in self.rounded if stored[v].form is Form.ADDED]
         self.added, _ = traced_back(sums, self.maker)  # by the places of equations
         self.depends, self.constant, self.begun = depends, constant, begun
@@ -325,6 +327,7 @@ class _Segment:
         ordered = [e for eqn in ordered for e in kernels.flattened(eqn)]
         late = [v for v in sources if is_float32(v) and self.depends(v)]
         ordered = [e for eqn in ordered for e in kernels.begun_late(eqn, self.begun, late)]
+        ordered = [e for eqn in ordered for e in self._put(eqn)]
         apart = list(fresh) if group.is_apart else []
         if group.is_apart:  # or XLA takes it for the pass that made these
             apart += [v for v in sources if v in self.maker and v not in fresh]
@@ -339,6 +342,10 @@ class _Segment:
             ordered = list(kernels.sums(ordered, set(roots)))
         ordered = [e for eqn in ordered for e in kernels.own_zeros(eqn)]
         return piece._replace(eqns=ordered, matrices=matrices)
+
+    def _put(self, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+        found = [self.put[v] for v in eqn.outvars if v in self.put]
+        yield from put_in(eqn, found[0]) if found else [eqn]
 
     def _moved(self, eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
         """What only moves values from outside, which may be there in half, or adds them in it."""

@@ -38,6 +38,7 @@ class Form(enum.Enum):
     FUSED = enum.auto()  # in the kernel of a sum that takes it too
     APART = enum.auto()  # in a kernel of its own
     ADDED = enum.auto()  # in the kernel of a product, which adds halves to what it gives
+    PUT = enum.auto()  # scattered in it, among zeros
 
 
 class Stored(NamedTuple):

@@ -112,6 +112,7 @@ class Planner:
         multiplied = {a for e in products for a in e.invars if is_var(a)}
         leaving = multiplied.union(results)
         if program.is_gradient:
+            leaving.update(program.put)
             leaving.update(joined(segment, program.uses, program.depends))
             leaving.update(streams(moving, self.flow, program.products.keys(), program.uses))
             leaving.update(rounded_twice(segment) if self.float8_by_size is not None else ())
@@ -200,7 +201,8 @@ class Planner:
         def stored(eqn: JaxprEqn, v: Var) -> Stored:
             closing = [use is not None and self.flow.closes(use) for use in program.uses[v]]
             if all(closing):
-                return Stored(eqn, self.calls, v, self.half, _plan.MULTIPLIED, Form.CAST)
+                form = Form.PUT if v in program.put else Form.CAST
+                return Stored(eqn, self.calls, v, self.half, _plan.MULTIPLIED, form)
             is_woven = v in wide and not any(closing)
             if v in program.whole and v in moved:
                 return Stored(eqn, self.calls, v, self.half, _plan.GIVEN, Form.CAST)
@@ -214,6 +216,7 @@ class Planner:
             is_apart |= not is_backward(stack_of(eqn)) and any(is_late)
             is_apart |= v in program.convolved  # which no other kernel makes
             form = Form.ADDED if v in sums else Form.APART if is_apart else Form.FUSED
+            form = Form.PUT if v in program.put else form
             return Stored(eqn, self.calls, v, self.half, _plan.ANEW, form)
 
         return {v: stored(e, v) for e in segment for v in e.outvars if v in found}

@@ -10,6 +10,7 @@ from jmp_kit._dtypes import stored_dtype
 from jmp_kit.casting._accumulated import begun
 from jmp_kit.casting._convolved import convolved
 from jmp_kit.casting._plan import Known
+from jmp_kit.casting._scattered import put
 from jmp_kit.casting._state import Origins, States
 from jmp_kit.casting._worth import costly, spread, summed
 from jmp_kit.programs._flow import Flow
@@ -31,6 +32,7 @@ class Program(NamedTuple):
     convolved: Mapping[Var, list[JaxprEqn]]  # what a convolution's kernel may add, by what it gives
     scattered: set[Var]  # what scatters give
     begun: set[Var]  # what is made of numbers, and scattered into
+    put: set[Var]  # what may be scattered in half
     whole: set[Var]  # not to be rounded
     taken: set[Var]  # by something that is no product
     costly: set[Var]  # see `_worth`
@@ -101,6 +103,7 @@ def read(
         convolved=convolved(jaxpr.eqns, in_half, uses),
         scattered={v for e in jaxpr.eqns if scatters(e) for v in e.outvars},
         begun=begun(jaxpr.eqns, constant, reaching, uses),
+        put=put(jaxpr.eqns),
         whole=mirrored.whole(jaxpr, known.whole, origins, depending),
         taken=flow.taken_by_others(jaxpr),
         costly=costly(jaxpr, flow),

@@ -6,6 +6,9 @@ XLA does in float32, in a kernel of its own and after one that writes zeros. Whe
 even steps, as in both, they are slices:
 
     x̄ = sum over r of (the r-th cotangent of each place)
+
+Others are scattered in half, if no more than two come to one place: float32 sums would be written,
+and read to be cast.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +20,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit.casting._places import most_at_one_place, within
 from jmp_kit.casting._worth import FEW
 from jmp_kit.programs._jaxpr import (
     Atom,
+    cast,
     constants_of,
     cut_out,
     equations_of,
@@ -29,6 +34,8 @@ from jmp_kit.programs._jaxpr import (
     shape_of,
     traced_back,
 )
+
+_PUTS = {"scatter": lax.scatter, "scatter-add": lax.scatter_add}
 
 
 class _Steps(NamedTuple):
@@ -66,18 +73,51 @@ def added_up(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=[e for eqn in jaxpr.eqns for e in of(eqn)])
 
 
+def put(eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """What is put among zeros, or added up there, of no more than two to one place.
+
+    The sum of two halves is rounded once, like that in float32.
+    """
+    maker = {v: e for e in eqns for v in e.outvars}
+    found = [e for e in eqns if e.primitive.name in _PUTS and _begins_with_zeros(e, maker)]
+    return {
+        e.outvars[0]
+        for e in found
+        if e.primitive.name == "scatter" or most_at_one_place(e, eqns) <= 2
+    }
+
+
+def put_in(eqn: JaxprEqn, dtype: np.dtype) -> Iterator[JaxprEqn]:
+    """The equation, what it puts among zeros put there in this dtype."""
+    names = "dimension_numbers", "indices_are_sorted", "unique_indices", "mode"
+    params = {name: eqn.params[name] for name in names}
+
+    def function(zeros: jax.Array, places: jax.Array, values: jax.Array) -> jax.Array:
+        scatter = _PUTS[eqn.primitive.name]
+        return cast(scatter(cast(zeros, dtype), places, cast(values, dtype), **params), zeros.dtype)
+
+    yield from equations_of(function, eqn.invars, eqn.outvars, eqn.source_info)
+
+
+def _begins_with_zeros(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
+    start = eqn.invars[0]
+    zeros = maker.get(start) if is_var(start) else None
+    return (
+        zeros is not None
+        and zeros.primitive.name == "broadcast_in_dim"
+        and is_zero(zeros.invars[0])
+        and is_float32(start)
+    )
+
+
 def _is_along_one_axis(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
     """Whether it adds to zeros all that there is beside one axis, at a list of places."""
     operand, indices, updates = eqn.invars
     shape, dimensions = shape_of(operand), eqn.params["dimension_numbers"]
     windows = [shape_of(updates)[i] for i in dimensions.update_window_dims]
     others = [n for i, n in enumerate(shape) if i not in dimensions.inserted_window_dims]
-    zeros = maker.get(operand) if is_var(operand) else None
     return (
-        zeros is not None
-        and zeros.primitive.name == "broadcast_in_dim"
-        and is_zero(zeros.invars[0])
-        and is_float32(operand)
+        _begins_with_zeros(eqn, maker)
         and all(isinstance(n, int) for n in (*shape, *shape_of(indices)))
         and len(shape_of(indices)) == 2
         and len(dimensions.scatter_dims_to_operand_dims) == 1
@@ -98,9 +138,7 @@ def _places(
         [found] = jax.jit(function)()
     [axis] = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
     places, size = np.asarray(found)[:, 0].astype(np.int64), shape_of(eqn.invars[0])[axis]
-    if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
-        return np.clip(places, 0, size - 1)
-    return np.where((places >= 0) & (places < size), places, -1)
+    return within(places, size, eqn.params["mode"])
 
 
 def _steps(places: np.ndarray) -> list[_Steps]:

@@ -1,0 +1,141 @@
+"""How many values a scatter adds up at one place at most, where the program itself says so.
+
+Words sorted by their experts, or patches that are shuffled and put back, are looked up at a
+permutation, or at what is computed of each of its numbers:
+
+    order = argsort(…)      each of 0 … n - 1 once, in whatever order
+    order // 2              each of 0 … n / 2 - 1 twice
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_kit.programs._jaxpr import Atom, is_var, shape_of, traced_back
+
+# What moves integers; their order, read row by row, stays.
+_MOVES = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "convert_element_type"}
+
+# What computes with each of them.
+_COMPUTES: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "rem": np.fmod,
+    "sign": np.sign,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "abs": np.abs,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "div": lambda x, y: (x - np.fmod(x, y)) // y,  # towards zero
+    "clamp": lambda low, x, high: np.clip(x, low, high),
+    "select_n": lambda which, *cases: np.choose(which, cases),
+}
+
+
+class _Numbers(NamedTuple):
+    """What an array holds: in each of its rows, of these numbers each once at most.
+
+    Attributes:
+      order: the variable whose order they are in; None if all of the array is one number.
+      rows: how many axes, the first, tell rows from each other.
+    """
+
+    each: np.ndarray
+    order: Var | None = None
+    rows: int = 0
+
+
+def most_at_one_place(scatter: JaxprEqn, eqns: Sequence[JaxprEqn]) -> float:
+    """How many updates of a scatter go to one place at most; infinity if that is not known.
+
+    Args:
+      eqns: the program that it stands in.
+    """
+    if scatter.params["unique_indices"]:
+        return 1
+    operand, indices, _ = scatter.invars
+    dimensions = scatter.params["dimension_numbers"]
+    found = _read(indices, eqns) if is_var(indices) else None
+    # Of several axes, or of slices, which may overlap, more would have to be known.
+    axes = dimensions.scatter_dims_to_operand_dims
+    if found is None or len(axes) != 1 or axes[0] not in dimensions.inserted_window_dims:
+        return math.inf
+    batch = dimensions.scatter_indices_batching_dims
+    others = [n for i, n in enumerate(shape_of(indices)[: found.rows]) if i not in batch]
+    places = within(found.each, shape_of(operand)[axes[0]], scatter.params["mode"])
+    _, counts = np.unique(places[places >= 0], return_counts=True)
+    return math.prod(others) * int(counts.max(initial=0))
+
+
+def within(places: np.ndarray, size: int, mode: lax.GatherScatterMode) -> np.ndarray:
+    """Places along an axis of this size as a scatter takes them; -1 of what goes nowhere."""
+    if mode == lax.GatherScatterMode.CLIP:
+        return np.clip(places, 0, size - 1)
+    return np.where((places >= 0) & (places < size), places, -1)
+
+
+def _read(indices: Var, eqns: Sequence[JaxprEqn]) -> _Numbers | None:
+    """The numbers of a variable, if they are in an order."""
+    made, _ = traced_back([indices], {v: e for e in eqns for v in e.outvars})
+    known: dict[Var, _Numbers] = {}
+    for eqn in (e for e in eqns if id(e) in made):
+        for v in filter(_is_whole, eqn.outvars):
+            if numbers := _made(v, eqn, known):
+                known[v] = numbers
+    found = known.get(indices)
+    return found if found and found.order else None
+
+
+def _made(v: Var, eqn: JaxprEqn, known: Mapping[Var, _Numbers]) -> _Numbers | None:
+    """What an equation makes of known numbers."""
+    name, last = eqn.primitive.name, len(shape_of(v)) - 1
+    if name == "iota" and eqn.params["dimension"] == last:
+        return _Numbers(np.arange(shape_of(v)[-1]), v, last)
+    if name == "top_k" and v is eqn.outvars[1] and eqn.params.get("axis", last) in (-1, last):
+        return _Numbers(np.arange(shape_of(eqn.invars[0])[-1]), v, last)
+    operands = [_number(a, known) for a in eqn.invars]
+    if name == "sort" and eqn.params["dimension"] == last:
+        before = operands[eqn.outvars.index(v)]
+        return before._replace(order=v) if before and before.rows == last else None
+    found = [numbers for numbers in operands if numbers]
+    orders = {(n.order, n.rows) for n in found if n.order}
+    if not found or len(found) < len(operands) or len(orders) > 1:
+        return None
+    order, rows = orders.pop() if orders else (None, 0)
+    first = shape_of(eqn.invars[0])
+    if name in _COMPUTES:
+        with np.errstate(all="ignore"):
+            each = _COMPUTES[name](*(n.each for n in found))
+        return _Numbers(np.asarray(each).astype(v.aval.dtype), order, rows)
+    keeps_rows = order is None or shape_of(v)[:rows] == first[:rows]
+    is_spread = order is not None and math.prod(shape_of(v)) > math.prod(first)
+    if name in {"slice", *_MOVES} and keeps_rows and not is_spread:
+        order = v if order and name == "slice" else order
+        return _Numbers(found[0].each.astype(v.aval.dtype), order, rows)
+    return None
+
+
+def _is_whole(v: Var) -> bool:
+    """Whether it is an array of integers, and its sizes are known."""
+    dtype = getattr(v.aval, "dtype", None)
+    is_whole = dtype is not None and any(jnp.issubdtype(dtype, d) for d in (jnp.integer, jnp.bool_))
+    return is_whole and all(isinstance(n, int) for n in shape_of(v))
+
+
+def _number(atom: Atom, known: Mapping[Var, _Numbers]) -> _Numbers | None:
+    return known.get(atom) if is_var(atom) else _Numbers(np.asarray(atom.val))
