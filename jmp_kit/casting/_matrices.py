@@ -15,7 +15,6 @@ from jax.sharding import AxisType
 
 from jmp_kit.casting import _kernels as kernels
 from jmp_kit.casting._plan import Matrices, Piece
-from jmp_kit.casting._worth import is_kept
 from jmp_kit.programs._jaxpr import (
     Atom,
     equations_of,
@@ -31,8 +30,15 @@ Shape = tuple[int, ...]
 
 _RESHAPES = {"reshape", "squeeze", "expand_dims"}
 _REDUCES = {"reduce_sum", "reduce_max", "reduce_min"}
-# What takes values from other places than it puts them to, or may.
-_MOVES = {"transpose", "slice", "rev", "concatenate", "pad", "iota", "split"}
+# What makes each value of those in its place.
+_ELEMENTWISE = {"add", "add_any", "sub", "mul", "div", "rem", "max", "min", "pow", "integer_pow"}
+_ELEMENTWISE |= {"neg", "sign", "abs", "square", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round"}
+_ELEMENTWISE |= {"exp", "exp2", "expm1", "log", "log2", "log1p", "logistic", "one_minus_square"}
+_ELEMENTWISE |= {"erf", "erfc", "erf_inv", "tan", "sin", "cos", "atan", "asin", "acos", "atan2"}
+_ELEMENTWISE |= {"tanh", "sinh", "cosh", "atanh", "asinh", "acosh"}
+_ELEMENTWISE |= {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "is_finite"}
+_ELEMENTWISE |= {"select_n", "clamp", "convert_element_type", "reduce_precision", "copy"}
+_ELEMENTWISE |= {"stop_gradient", "name"}
 # What XLA reads as it lies, cut or turned, where axes are not joined.
 _CUTS = {"transpose", "slice", "rev", "split", "gather", "dynamic_slice"}
 
@@ -100,8 +106,7 @@ class _Joining:
             return self.spread(operand, axes, self.name(result), eqn)
         if name in _REDUCES and is_along_rows(eqn):
             return [self.named(eqn, {"axes": (len(self.shape(eqn.invars[0])) - 1,)})]
-        is_elementwise = not is_kept(name) and name not in _MOVES | _REDUCES
-        return self.elementwise(eqn) if is_elementwise else None
+        return self.elementwise(eqn) if name in _ELEMENTWISE else None
 
     def shape(self, atom: Atom) -> Shape:
         """Its shape with one axis; () if it has not got the others."""

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive, primitives
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import _passes, plans_of
-from jmp_kit.casting._matrices import of_matrices
+from jmp_kit.casting._matrices import _ELEMENTWISE, of_matrices
 from jmp_kit.casting._plan import Part, Piece
 from jmp_kit.programs._jaxpr import cut_out, is_along_rows, opened
 from tests.casting.zoo import mean_square
@@ -131,10 +132,29 @@ def test_what_is_read_as_it_lies_is_not_joined():
     np.testing.assert_allclose(padded[:, 1:-1], norm(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("fun", [turned, summed_over_images, called])
+def looked_up(x, *_):
+    return norm(jnp.take_along_axis(x, jnp.zeros((*x.shape[:-1], 1), int), 1))
+
+
+def put_in(x, *_):
+    return norm(lax.dynamic_update_slice(x, x[:2], (1,) * x.ndim))
+
+
+def multiplied(x, *_):
+    square = x[..., : x.shape[-2]]
+    return norm(square @ square)
+
+
+@pytest.mark.parametrize("fun", [turned, summed_over_images, called, looked_up, put_in, multiplied])
 def test_axes_that_are_treated_differently_are_not_joined(fun):
     x, _ = given(SHAPES[0], ())
     assert as_matrices(fun, x) is None
+
+
+def test_what_is_taken_for_elementwise_is_known_to_jax():
+    known = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
+    since_0_12 = {"one_minus_square", "log2"}
+    assert known | since_0_12 >= _ELEMENTWISE
 
 
 def test_rows_of_what_is_no_argument_or_of_one_axis_or_of_any_are_left():
