@@ -84,6 +84,7 @@ def most_at_one_place(scatter: JaxprEqn, eqns: Sequence[JaxprEqn]) -> float:
 
 def within(places: np.ndarray, size: int, mode: lax.GatherScatterMode) -> np.ndarray:
     """Places along an axis of this size as a scatter takes them; -1 of what goes nowhere."""
+    places = places.astype(np.int64)
     if mode == lax.GatherScatterMode.CLIP:
         return np.clip(places, 0, size - 1)
     return np.where((places >= 0) & (places < size), places, -1)

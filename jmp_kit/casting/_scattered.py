@@ -137,7 +137,7 @@ def _places(
     with jax.ensure_compile_time_eval():
         [found] = jax.jit(function)()
     [axis] = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
-    places, size = np.asarray(found)[:, 0].astype(np.int64), shape_of(eqn.invars[0])[axis]
+    places, size = np.asarray(found)[:, 0], shape_of(eqn.invars[0])[axis]
     return within(places, size, eqn.params["mode"])
 
 

@@ -66,6 +66,7 @@ KNOWN = {
     "nowhere": (looked_up(lambda n: order(n) + SIZE, mode="fill"), 0),
     "chosen": (looked_up(some), 5),
     "narrow": (looked_up(lambda n: order(n).astype(jnp.int8)), 1),
+    "without a sign": (looked_up(lambda n: order(n).astype(jnp.uint32)), 1),
     "the best": (looked_up(lambda n: lax.top_k(n[0], 3)[1]), 1),
     "the best of all rows": (looked_up(lambda n: lax.top_k(n, 3)[1]), 4),
     "rows sorted": (along_rows(lambda n: jnp.argsort(n, 1)), 1),
