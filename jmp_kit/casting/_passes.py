@@ -11,7 +11,7 @@ takes it. Sums over other axes end a pass. How these are written for XLA, `_kern
 """
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
@@ -21,6 +21,7 @@ from jmp_kit.casting._matrices import of_matrices
 from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Form, Piece, Stored
+from jmp_kit.casting._program import Program
 from jmp_kit.casting._scattered import put_in
 from jmp_kit.casting._worth import FEW, MOST_CUTS, cuts_before, ends_of_woven, is_costly, is_kept
 from jmp_kit.programs._flow import is_exact
@@ -77,9 +78,7 @@ def passes(
     segment: Sequence[JaxprEqn],
     made: Sequence[Var],
     stored: Mapping[Var, Stored],
-    depends: Callable[[Atom], bool],
-    constant: Set[Var],
-    begun: Set[Var],
+    program: Program,
 ) -> Iterator[Piece]:
     """The segment's equations, in passes.
 
@@ -87,15 +86,13 @@ def passes(
       segment: the equations.
       made: what is wanted of their results.
       stored: how some of these are stored.
-      depends: whether a value depends on a product, and so may be there in half.
-      constant: what is made of numbers in the program, and so made again rather than read.
-      begun: of that, what is scattered into.
+      program: that they stand in.
     """
     if any(map(acts, segment)):  # which is alone
         yield Piece(segment, made)
         return
     segment = list(kernels.given_first(segment))
-    found = _Segment(segment, made, stored, depends, constant, begun)
+    found = _Segment(segment, made, stored, program)
     groups: dict[Pass, list[Var]] = collections.defaultdict(list)
     for v in found.roots:
         groups[found.pass_of(v)].append(v)
@@ -109,9 +106,7 @@ class _Segment:
         segment: Sequence[JaxprEqn],
         made: Sequence[Var],
         stored: Mapping[Var, Stored],
-        depends: Callable[[Atom], bool],
-        constant: Set[Var],
-        begun: Set[Var],
+        program: Program,
     ) -> None:
         self.maker = {v: e for e in segment for v in e.outvars}
         self.place = {id(e): i for i, e in enumerate(segment)}
@@ -122,7 +117,7 @@ class _Segment:
         self.put = {v: s.dtype for v, s in stored.items() if s.form is Form.PUT}
         sums = [v for v in self.rounded if stored[v].form is Form.ADDED]
         self.added, _ = traced_back(sums, self.maker)  # by the places of equations
-        self.depends, self.constant, self.begun = depends, constant, begun
+        self.program, self.depends = program, program.depends
         self.joins = self._joining(segment)
         # What ends a pass, for whoever takes it: all but what a pass of its own makes again.
         ends = {v for v, e in self.maker.items() if not self._is_fused(e) and not self._is_row(e)}
@@ -287,7 +282,7 @@ class _Segment:
         over and over, as an associative scan is.
         """
         cuts = max(cuts_before(cone.eqns).values(), default=0)
-        read = (v for v in cone.sources if self._is_big(v) and v not in self.constant)
+        read = (v for v in cone.sources if self._is_big(v) and v not in self.program.constant)
         return sum(2 * size_of(v) for v in read) <= 8 * size_of(whole) and cuts <= MOST_CUTS
 
     def _is_read_less(self, v: Var) -> bool:
@@ -326,11 +321,13 @@ class _Segment:
         sources = dict.fromkeys(v for cone in cones for v in cone.sources)
         ordered = [e for eqn in ordered for e in kernels.flattened(eqn)]
         late = [v for v in sources if is_float32(v) and self.depends(v)]
-        ordered = [e for eqn in ordered for e in kernels.begun_late(eqn, self.begun, late)]
+        ordered = [e for eqn in ordered for e in kernels.begun_late(eqn, self.program.begun, late)]
         ordered = [e for eqn in ordered for e in self._put(eqn)]
         apart = list(fresh) if group.is_apart else []
         if group.is_apart:  # or XLA takes it for the pass that made these
             apart += [v for v in sources if v in self.maker and v not in fresh]
+        compared = self.program.compared.values.intersection(sources)
+        apart += [v for v in sources if v in compared and v not in apart]
         lies = all(map(self._is_column_sum, roots))
         lies |= self.is_dear_once and any(map(_is_padded, fresh))  # or XLA writes what is dear
         sums = {e.outvars[0] for e in ordered if group.is_row and self._is_row(e)}

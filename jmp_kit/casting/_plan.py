@@ -29,6 +29,7 @@ LEADS = "a result or state is made of it"
 WOVEN = "cut and joined over and over"
 SMALL = "small"
 CARRIED = "carried by a loop"
+COMPARED = "compared with its extrema"
 
 
 class Form(enum.Enum):

@@ -112,7 +112,7 @@ class Planner:
         multiplied = {a for e in products for a in e.invars if is_var(a)}
         leaving = multiplied.union(results)
         if program.is_gradient:
-            leaving.update(program.put)
+            leaving.update(program.put, program.compared.values)
             leaving.update(joined(segment, program.uses, program.depends))
             leaving.update(streams(moving, self.flow, program.products.keys(), program.uses))
             leaving.update(rounded_twice(segment) if self.float8_by_size is not None else ())
@@ -134,8 +134,7 @@ class Planner:
         unmarked = {a for e in products if not marked_dtype(e) for a in e.invars if is_var(a)}
         pieces = [Piece(segment, made)]
         if program.is_gradient:
-            depends, constant, begun = program.depends, program.constant, program.begun
-            pieces = list(passes(segment, made, stored, depends, constant, begun))
+            pieces = list(passes(segment, made, stored, program))
         ends = {v: e for v, e in program.convolved.items() if v in stored and stored[v].form}
         yield Part(
             segment=list(in_one_kernel(program.jaxpr, pieces, ends, self.half)),
@@ -195,11 +194,17 @@ class Planner:
         found -= statistics & program.spread
         statistics |= program.spread  # what is small beside what is gathered of it is none
         small = {v for v in found & statistics if is_small(v, segment)}
-        found = {v for v in found - small if is_float32(v)}
+        found = {v for v in found - small - program.compared.extrema if is_float32(v)}
+        compared = program.compared.values.intersection(made) if program.is_gradient else set()
+        compared = {v for v in compared if v in program.depending}
         moved = self._moved(program, segment)
 
         def stored(eqn: JaxprEqn, v: Var) -> Stored:
             closing = [use is not None and self.flow.closes(use) for use in program.uses[v]]
+            if v in compared:
+                is_rounded = v in found and v not in program.whole
+                dtype = self.half if is_rounded else np.dtype(np.float32)
+                return Stored(eqn, self.calls, v, dtype, _plan.COMPARED, Form.APART)
             if all(closing):
                 form = Form.PUT if v in program.put else Form.CAST
                 return Stored(eqn, self.calls, v, self.half, _plan.MULTIPLIED, form)
@@ -219,7 +224,7 @@ class Planner:
             form = Form.PUT if v in program.put else form
             return Stored(eqn, self.calls, v, self.half, _plan.ANEW, form)
 
-        return {v: stored(e, v) for e in segment for v in e.outvars if v in found}
+        return {v: stored(e, v) for e in segment for v in e.outvars if v in found | compared}
 
     def _moved(self, program: Program, segment: Sequence[JaxprEqn]) -> set[Var]:
         """What products gave in half, moved."""

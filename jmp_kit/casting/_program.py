@@ -9,6 +9,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_kit._dtypes import stored_dtype
 from jmp_kit.casting._accumulated import begun
 from jmp_kit.casting._convolved import convolved
+from jmp_kit.casting._extrema import Compared, compared
 from jmp_kit.casting._plan import Known
 from jmp_kit.casting._scattered import put
 from jmp_kit.casting._state import Origins, States
@@ -33,6 +34,7 @@ class Program(NamedTuple):
     scattered: set[Var]  # what scatters give
     begun: set[Var]  # what is made of numbers, and scattered into
     put: set[Var]  # what may be scattered in half
+    compared: Compared
     whole: set[Var]  # not to be rounded
     taken: set[Var]  # by something that is no product
     costly: set[Var]  # see `_worth`
@@ -104,6 +106,7 @@ def read(
         scattered={v for e in jaxpr.eqns if scatters(e) for v in e.outvars},
         begun=begun(jaxpr.eqns, constant, reaching, uses),
         put=put(jaxpr.eqns),
+        compared=compared(jaxpr.eqns),
         whole=mirrored.whole(jaxpr, known.whole, origins, depending),
         taken=flow.taken_by_others(jaxpr),
         costly=costly(jaxpr, flow),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
+from jmp_kit.casting._extrema import compared
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._parts import parts_of
 from jmp_kit.casting._taken import makers
@@ -159,6 +160,7 @@ def _makers(
     [body] = bodies_of(scan.eqn)
     depending = flow.depending(jaxpr, flow.body_inputs(body._replace(jaxpr=jaxpr), depends))
     others = {a for _, a in scan.ys if is_var(a) and a not in slices}
+    others |= compared(jaxpr.eqns).values
     parts = parts_of(jaxpr.eqns, flow)
     linear = {
         i for i, part in enumerate(parts) if is_linear([e for e in part if not flow.closes(e)])

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._again import Value
+from jmp_kit.casting._extrema import compared
 from jmp_kit.casting._joined import MOVED, streams
 from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import acts
@@ -57,6 +58,7 @@ class ForwardPass:
         self.eqns = [e for part in parts for e in part]
         self.backward = {id(e) for e in self.eqns if is_backward(stack_of(e))}
         self.early = depending - {v for e in self.eqns if self.is_late(e) for v in e.outvars}
+        self.compared = compared(self.eqns).values
         self.part_of = {id(e): i for i, part in enumerate(parts) for e in part}
         self.made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
         self.maker = makers(parts, flow, self._is_made_again)
@@ -71,7 +73,8 @@ class ForwardPass:
         return id(eqn) in self.backward
 
     def _is_made_again(self, v: Var, part: int) -> bool:
-        return v in self.early and all(self._is_spared(use, part) for use in self.uses[v])
+        is_free = v in self.early and v not in self.compared
+        return is_free and all(self._is_spared(use, part) for use in self.uses[v])
 
     def _is_spared(self, use: JaxprEqn | None, part: int) -> bool:
         if use is None:

@@ -1,0 +1,118 @@
+"""Derivatives of extrema: no value may be another than the one that its extremum was taken of."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jmp_kit
+from jmp_kit import autocast
+from jmp_kit.casting._extrema import compared
+from jmp_kit.casting._inline import inlined
+from tests.casting.zoo import mean_square
+from tests.compiling import OPTIMISED
+
+SHAPE = 8, 32, 64
+X = jax.random.normal(jax.random.key(0), SHAPE)
+W = jax.random.normal(jax.random.key(1), (64, 64)) / 8
+
+
+def heads(x, w):
+    y = (x @ w).reshape(8, 32, 4, 16)
+    scores = jnp.einsum("bthd,bshd->bhts", y, y) / 4
+    return jnp.einsum("bhts,bshd->bthd", scores, y).reshape(SHAPE)
+
+
+def in_steps(x, w):
+    def step(carry, row):
+        y = jnp.tanh(row @ w)
+        return carry + y.max(0), y - y.max(0) / 2
+
+    last, y = lax.scan(step, jnp.zeros(64, x.dtype), x)
+    return y + last / 8
+
+
+MADE = {
+    "a product": lambda x, w: x @ w,
+    "tanh": lambda x, w: jnp.tanh(x @ w),
+    "gelu": lambda x, w: jax.nn.gelu(x @ w),
+    "moved": heads,
+    "residual": lambda x, w: jnp.tanh(x) + jax.nn.gelu(x @ w),
+    "checkpoint": jax.checkpoint(lambda x, w: jnp.tanh(x @ w)),
+    "scan": in_steps,
+}
+
+
+def maximum_of(axes):
+    return lambda y: y - y.max(axes, keepdims=True) / 2
+
+
+TAKEN = {
+    "rows": maximum_of(2),
+    "columns": maximum_of(1),
+    "images": maximum_of(0),
+    "all": maximum_of(None),
+    "smallest": lambda y: y - y.min(1, keepdims=True) / 2,
+    "alone": lambda y: y.max(1),
+    "scaled": lambda y: y / jnp.abs(y).max(-1, keepdims=True),
+    "between": lambda y: (y - y.min(1)[:, None]) / (y.max(1) - y.min(1))[:, None],
+    "maxout": lambda y: jnp.tile(y.reshape(8, 32, 32, 2).max(-1), (1, 1, 2)),
+    "turned": lambda y: y - jnp.swapaxes(y, 1, 2).max(2)[:, None] / 2,
+    "segments": lambda y: jax.ops.segment_max(y.reshape(-1, 64), jnp.arange(256) // 4, 64),
+    "pooled": lambda y: lax.reduce_window(y, -jnp.inf, lax.max, (1, 4, 1), (1, 4, 1), "SAME"),
+    "where": lambda y: jnp.where(y == y.max(1, keepdims=True), 2 * y, y),
+    "given as well": lambda y: (y - y.max(1, keepdims=True) / 2, y),
+}
+
+
+def compiled(fun):
+    """As users' programs are, kernels and all."""
+    return jax.jit(fun).lower(W, X).compile(OPTIMISED)(W, X)
+
+
+def distance(found, wanted):
+    return float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
+
+
+def case(made, taken):
+    is_quick = (made, taken) in {("tanh", "columns"), ("moved", "columns"), ("tanh", "scaled")}
+    marks = [] if is_quick else [pytest.mark.slow]
+    return pytest.param(MADE[made], TAKEN[taken], marks=marks, id=f"{made}, {taken}")
+
+
+@pytest.mark.parametrize(("made", "taken"), [case(made, taken) for made in MADE for taken in TAKEN])
+def test_gradients_are_no_farther_from_float32_than_by_hand(made, taken):
+    def loss_fn(w, x):
+        y, *others = jax.tree.leaves(taken(made(x, w)))
+        return mean_square(y @ w) + sum(map(mean_square, others))
+
+    def by_hand(w, x):
+        return loss_fn(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    half = functools.partial(autocast, policy="mixed_bfloat16")
+    four_lines = jmp_kit.value_and_grad(half(loss_fn), jmp_kit.NoOpLossScale())
+    exact, hand, one = (
+        compiled(jax.grad(loss_fn)),
+        compiled(jax.grad(by_hand)),
+        half(jax.grad(loss_fn)),
+    )
+    for found in (compiled(one), compiled(lambda *args: four_lines(*args)[-1])):
+        assert distance(found, exact) <= 1.2 * distance(hand, exact) + 0.003
+
+
+def values_and_extrema(fun, *shapes):
+    eqns = inlined(jax.make_jaxpr(fun)(*map(jnp.ones, shapes)).jaxpr).eqns
+    found = compared(eqns)
+    return tuple(sorted(v.aval.shape for v in several) for several in found)
+
+
+def test_what_is_compared_is_what_the_extremum_is_of():
+    x = (4, 8)
+    assert values_and_extrema(lambda x: x == x.max(1, keepdims=True), x) == ([x], [(4,)])
+    assert values_and_extrema(lambda x: x.max(1) <= x.T, x) == ([x], [(4,)])
+    assert values_and_extrema(lambda x: x.reshape(-1) == x.min(), x) == ([x], [()])
+    assert values_and_extrema(lambda x, y: x == y.max(), x, x) == ([], [])
+    assert values_and_extrema(lambda x: x == x.sum(), x) == ([], [])
+    assert values_and_extrema(lambda x: x.max() > 0, x) == ([], [])
