@@ -35,7 +35,7 @@ def compared(eqns: Sequence[JaxprEqn]) -> Compared:
             for v in (v for v in extrema if v in maker and _is_extremum(maker[v])):
                 of = {u for a in maker[v].invars for u in _moved_from(a, maker)}
                 shared = [u for u in values if u in of]
-                found.values.update(shared[:1])
+                found.values.update(shared[-1:])  # what was moved is there already
                 found.extrema.update([v] if shared else [])
     return found
 
