@@ -1,4 +1,6 @@
-"""What only a GPU's compiler can show."""
+"""What only a GPU's compiler can show, and gradients as its kernels compute them."""
+
+# ruff: noqa: F401
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,11 @@ from benchmarks import gpt
 from benchmarks.compiled import product_dtypes
 from jmp_kit import autocast
 from tests.casting.by_hand import MODELS
+from tests.casting.test_extrema import test_gradients_are_no_farther_from_float32_than_by_hand
+from tests.casting.test_places import (
+    test_gradients_are_those_of_float32_sums_and_scattered_in_half,
+)
+from tests.casting.test_random_steps import test_gradients_of_random_networks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("standard_promotion")]
 
