@@ -46,9 +46,9 @@ def _is_extremum(eqn: JaxprEqn) -> bool:
 
 def _moved_from(atom: Atom, maker: Mapping[Var, JaxprEqn]) -> Iterator[Var]:
     """The float32 variable, and what only has to be moved to make it."""
-    while is_var(atom) and is_float32(atom):
-        yield atom
-        eqn = maker.get(atom)
-        if eqn is None or not is_exact(eqn):
-            return
-        atom = eqn.invars[0]
+    moved = [atom] if is_var(atom) and is_float32(atom) else []
+    while len(moved) == 1:  # of what is joined, each is a part
+        yield moved[0]
+        eqn = maker.get(moved[0])
+        operands = eqn.invars if eqn is not None and is_exact(eqn) else []
+        moved = [a for a in operands if is_var(a) and is_float32(a)]

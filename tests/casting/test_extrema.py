@@ -60,6 +60,9 @@ TAKEN = {
     "between": lambda y: (y - y.min(1)[:, None]) / (y.max(1) - y.min(1))[:, None],
     "maxout": lambda y: jnp.tile(y.reshape(8, 32, 32, 2).max(-1), (1, 1, 2)),
     "turned": lambda y: y - jnp.swapaxes(y, 1, 2).max(2)[:, None] / 2,
+    "joined": lambda y: maximum_of(2)(
+        jnp.concatenate([y[..., :32], jnp.tanh(2 * y[..., :32])], -1)
+    ),
     "segments": lambda y: jax.ops.segment_max(y.reshape(-1, 64), jnp.arange(256) // 4, 64),
     "pooled": lambda y: lax.reduce_window(y, -jnp.inf, lax.max, (1, 4, 1), (1, 4, 1), "SAME"),
     "where": lambda y: jnp.where(y == y.max(1, keepdims=True), 2 * y, y),
@@ -114,5 +117,11 @@ def test_what_is_compared_is_what_the_extremum_is_of():
     assert values_and_extrema(lambda x: x.max(1) <= x.T, x) == ([x], [(4,)])
     assert values_and_extrema(lambda x: x.reshape(-1) == x.min(), x) == ([x], [()])
     assert values_and_extrema(lambda x, y: x == y.max(), x, x) == ([], [])
+
+    def joined(x, y):
+        both = jnp.concatenate([x, y])
+        return both == both.max()
+
+    assert values_and_extrema(joined, x, x) == ([(8, 8)], [()])
     assert values_and_extrema(lambda x: x == x.sum(), x) == ([], [])
     assert values_and_extrema(lambda x: x.max() > 0, x) == ([], [])
