@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -70,11 +71,6 @@ TAKEN = {
 }
 
 
-def compiled(fun):
-    """As users' programs are, kernels and all."""
-    return jax.jit(fun).lower(W, X).compile(OPTIMISED)(W, X)
-
-
 def distance(found, wanted):
     return float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted))
 
@@ -96,13 +92,16 @@ def test_gradients_are_no_farther_from_float32_than_by_hand(made, taken):
 
     half = functools.partial(autocast, policy="mixed_bfloat16")
     four_lines = jmp_kit.value_and_grad(half(loss_fn), jmp_kit.NoOpLossScale())
-    exact, hand, one = (
-        compiled(jax.grad(loss_fn)),
-        compiled(jax.grad(by_hand)),
-        half(jax.grad(loss_fn)),
+    ways = half(jax.grad(loss_fn)), lambda *args: four_lines(*args)[-1], jax.grad(by_hand)
+    *programs, exact = (
+        jax.jit(way).lower(W, X).compile(OPTIMISED) for way in (*ways, jax.grad(loss_fn))
     )
-    for found in (compiled(one), compiled(lambda *args: four_lines(*args)[-1])):
-        assert distance(found, exact) <= 1.2 * distance(hand, exact) + 0.003
+    errors = []
+    for draw in range(5):  # one value that takes the place of a maximum is all of an error
+        x = jax.random.normal(jax.random.key(draw), SHAPE)
+        errors.append([distance(program(W, x), exact(W, x)) for program in programs])
+    *ours, hand = np.median(errors, axis=0)
+    assert max(ours) <= 1.2 * hand + 0.003
 
 
 def values_and_extrema(fun, *shapes):
