@@ -18,8 +18,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.programs._jaxpr import Atom, is_var, shape_of, traced_back
 
-# What moves integers; their order, read row by row, stays.
+# What moves integers, or some of them; in which order, read row by row, stays.
 _MOVES = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "convert_element_type"}
+_MOVES |= {"slice"}
 
 # What computes with each of them.
 _COMPUTES: dict[str, Callable[..., Any]] = {
@@ -75,9 +76,12 @@ def most_at_one_place(scatter: JaxprEqn, eqns: Sequence[JaxprEqn]) -> float:
     axes = dimensions.scatter_dims_to_operand_dims
     if found is None or len(axes) != 1 or axes[0] not in dimensions.inserted_window_dims:
         return math.inf
+    size = shape_of(operand)[axes[0]]
+    if not isinstance(size, int):
+        return math.inf
     batch = dimensions.scatter_indices_batching_dims
     others = [n for i, n in enumerate(shape_of(indices)[: found.rows]) if i not in batch]
-    places = within(found.each, shape_of(operand)[axes[0]], scatter.params["mode"])
+    places = within(found.each, size, scatter.params["mode"])
     _, counts = np.unique(places[places >= 0], return_counts=True)
     return math.prod(others) * int(counts.max(initial=0))
 
@@ -108,7 +112,8 @@ def _made(v: Var, eqn: JaxprEqn, known: Mapping[Var, _Numbers]) -> _Numbers | No
     if name == "iota" and eqn.params["dimension"] == last:
         return _Numbers(np.arange(shape_of(v)[-1]), v, last)
     if name == "top_k" and v is eqn.outvars[1] and eqn.params.get("axis", last) in (-1, last):
-        return _Numbers(np.arange(shape_of(eqn.invars[0])[-1]), v, last)
+        [*_, whole] = shape_of(eqn.invars[0])
+        return _Numbers(np.arange(whole), v, last) if isinstance(whole, int) else None
     operands = [_number(a, known) for a in eqn.invars]
     if name == "sort" and eqn.params["dimension"] == last:
         before = operands[eqn.outvars.index(v)]
@@ -125,8 +130,8 @@ def _made(v: Var, eqn: JaxprEqn, known: Mapping[Var, _Numbers]) -> _Numbers | No
         return _Numbers(np.asarray(each).astype(v.aval.dtype), order, rows)
     keeps_rows = order is None or shape_of(v)[:rows] == first[:rows]
     is_spread = order is not None and math.prod(shape_of(v)) > math.prod(first)
-    if name in {"slice", *_MOVES} and keeps_rows and not is_spread:
-        order = v if order and name == "slice" else order
+    if name in _MOVES and keeps_rows and not is_spread:
+        order = v if order and name == "slice" else order  # two slices are of other places
         return _Numbers(found[0].each.astype(v.aval.dtype), order, rows)
     return None
 

@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -130,6 +131,21 @@ def test_there_are_never_more(look_up, most, seed):
     _, transposed = jax.vjp(lambda x: jnp.nan_to_num(look_up(x, noise)), X)
     [count] = transposed(jnp.ones(jax.eval_shape(look_up, X, noise).shape))
     assert jnp.max(count) <= most
+
+
+@pytest.mark.parametrize("size", ["n", "8, n", "n, 8"])
+def test_of_any_number_nothing_is_known(size):
+    """Nor is it where the places are known, but not how many there are."""
+    shape = jax.export.symbolic_shape(size, constraints=["n >= 4"])
+    x, noise = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((shape[0], 3), shape[-1:]))
+
+    def loss_fn(x, noise):
+        best = lax.top_k(noise, 2)[1]
+        return jnp.sum(jnp.sin(x.at[best].get(mode="clip")))
+
+    eqns = inlined(jax.make_jaxpr(jax.grad(loss_fn))(x, noise).jaxpr).eqns
+    [eqn] = (e for e in eqns if e.primitive.name == "scatter-add")
+    assert most_at_one_place(eqn, eqns) == math.inf
 
 
 def test_places_outside_are_nowhere_or_at_the_ends():
