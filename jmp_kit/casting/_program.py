@@ -34,7 +34,7 @@ class Program(NamedTuple):
     scattered: set[Var]  # what scatters give
     begun: set[Var]  # what is made of numbers, and scattered into
     put: set[Var]  # what may be scattered in half
-    compared: Compared
+    compared: Compared  # with its extrema, see `_extrema`
     whole: set[Var]  # not to be rounded
     taken: set[Var]  # by something that is no product
     costly: set[Var]  # see `_worth`
