@@ -195,8 +195,8 @@ class Planner:
         statistics |= program.spread  # what is small beside what is gathered of it is none
         small = {v for v in found & statistics if is_small(v, segment)}
         found = {v for v in found - small - program.compared.extrema if is_float32(v)}
-        compared = program.compared.values.intersection(made) if program.is_gradient else set()
-        compared = {v for v in compared if v in program.depending}
+        compared = program.compared.values & program.depending if program.is_gradient else set()
+        compared.intersection_update(made)
         moved = self._moved(program, segment)
 
         def stored(eqn: JaxprEqn, v: Var) -> Stored:
@@ -220,8 +220,8 @@ class Planner:
             is_late = [use is None or is_backward(stack_of(use)) for use in program.uses[v]]
             is_apart |= not is_backward(stack_of(eqn)) and any(is_late)
             is_apart |= v in program.convolved  # which no other kernel makes
-            form = Form.ADDED if v in sums else Form.APART if is_apart else Form.FUSED
-            form = Form.PUT if v in program.put else form
+            alone = Form.APART if is_apart else Form.FUSED
+            form = Form.PUT if v in program.put else Form.ADDED if v in sums else alone
             return Stored(eqn, self.calls, v, self.half, _plan.ANEW, form)
 
         return {v: stored(e, v) for e in segment for v in e.outvars if v in found | compared}
