@@ -6,14 +6,17 @@ Trains once without being disturbed. Then starts the same training over and over
 SIGKILL at a random moment, and lets the last one finish. Prints what came of it as JSON.
 """
 
+import functools
 import hashlib
 import json
+import operator
 import os
 import pathlib
 import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -111,11 +114,21 @@ def start(directory: pathlib.Path) -> int:
     return pid
 
 
+def wait(directory: pathlib.Path, until: Callable[[list[str]], bool]) -> None:
+    """Until the names in a folder are such, or for a minute."""
+    patience = time.monotonic() + 60
+    while not until(os.listdir(directory)) and time.monotonic() < patience:
+        time.sleep(0.001)
+
+
 def wait_for_a_change(directory: pathlib.Path) -> None:
     """A save is three: it begins, it is there, and the oldest goes."""
-    before, patience = os.listdir(directory), time.monotonic() + 60
-    while os.listdir(directory) == before and time.monotonic() < patience:
-        time.sleep(0.001)
+    wait(directory, functools.partial(operator.ne, os.listdir(directory)))
+
+
+def has_unfinished(names: list[str]) -> bool:
+    """Whether a save has begun and is not there yet."""
+    return any("tmp" in name for name in names)
 
 
 def main(folder: str, kills: str, seed: str) -> None:
@@ -134,18 +147,23 @@ def main(folder: str, kills: str, seed: str) -> None:
     killed, during_save, steps = 0, 0, []
     for _ in range(int(kills)):
         pid = start(disturbed)
+        checkpoints = disturbed / "checkpoints"
         # Some while it starts and restores, most while it trains and saves: as many changes of its
-        # folder later as chance says, so that a slow machine gets as far as a fast one.
-        if moments.random() < 0.3:
+        # folder later as chance says, so that a slow machine gets as far as a fast one. Half of
+        # these as soon as a save has begun, or chance alone would say whether any is cut short.
+        if (moment := moments.random()) < 0.3:
             time.sleep(moments.uniform(0, 1))
         else:
             for _ in range(moments.randint(1, 12)):
-                wait_for_a_change(disturbed / "checkpoints")
-            time.sleep(moments.uniform(0, 0.01))
+                wait_for_a_change(checkpoints)
+            if moment < 0.65:
+                time.sleep(moments.uniform(0, 0.01))
+            else:
+                wait(checkpoints, has_unfinished)
         os.kill(pid, signal.SIGKILL)
         killed += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-        names = [path.name for path in disturbed.glob("checkpoints/*")]
-        during_save += any("tmp" in name for name in names)
+        names = os.listdir(checkpoints)
+        during_save += has_unfinished(names)
         steps.append(max((int(name) for name in names if name.isdigit()), default=0))
     assert os.waitpid(start(disturbed), 0)[1] == 0
     ends = [(directory / "end").read_text() for directory in (whole, disturbed)]
