@@ -121,7 +121,7 @@ def _others(task: Task) -> list[Contender]:
 def _scattering(task: Task) -> Iterator[Contender]:
     """A loss that scatters into an array like the logits."""
     task = dataclasses.replace(task, error=optax.softmax_cross_entropy_with_integer_labels)
-    for contender in by_hand(task)[:1] + with_jmp_kit(task)[:1]:
+    for contender in by_hand(task)[:1] + with_jmp_kit(task)[:2]:
         yield dataclasses.replace(contender, name=f"{contender.name}, loss of integer labels")
 
 

@@ -1,7 +1,8 @@
 """How many values a scatter adds up at one place at most, where the program itself says so.
 
-Words sorted by their experts, or patches that are shuffled and put back, are looked up at a
-permutation, or at what is computed of each of its numbers:
+Relative positions are made of no argument, and counted. Words sorted by their experts, or patches
+that are shuffled and put back, are looked up at a permutation, or at what is computed of each of
+its numbers:
 
     order = argsort(…)      each of 0 … n - 1 once, in whatever order
     order // 2              each of 0 … n / 2 - 1 twice
@@ -11,12 +12,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.programs._jaxpr import Atom, is_var, shape_of, traced_back
+from jmp_kit.programs._jaxpr import Atom, cut_out, is_var, shape_of, traced_back
+
+# Arrays up to this size are computed while a program is read, of 64 MiB.
+_MOST = 2**24
 
 # What moves integers, or some of them; in which order, read row by row, stays.
 _MOVES = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "convert_element_type"}
@@ -61,29 +66,74 @@ class _Numbers(NamedTuple):
     rows: int = 0
 
 
-def most_at_one_place(scatter: JaxprEqn, eqns: Sequence[JaxprEqn]) -> float:
+def most_at_one_place(scatter: JaxprEqn, jaxpr: Jaxpr) -> float:
     """How many updates of a scatter go to one place at most; infinity if that is not known.
 
     Args:
-      eqns: the program that it stands in.
+      jaxpr: the program that it stands in.
     """
     if scatter.params["unique_indices"]:
         return 1
     operand, indices, _ = scatter.invars
     dimensions = scatter.params["dimension_numbers"]
-    found = _read(indices, eqns) if is_var(indices) else None
-    # Of several axes, or of slices, which may overlap, more would have to be known.
     axes = dimensions.scatter_dims_to_operand_dims
-    if found is None or len(axes) != 1 or axes[0] not in dimensions.inserted_window_dims:
+    sizes = [shape_of(operand)[axis] for axis in axes]
+    # Of slices, which may overlap, more would have to be known.
+    if not set(axes) <= set(dimensions.inserted_window_dims) or not are_known(sizes):
         return math.inf
-    size = shape_of(operand)[axes[0]]
-    if not isinstance(size, int):
+    maker = {v: e for e in jaxpr.eqns for v in e.outvars}
+    batch, mode = dimensions.scatter_indices_batching_dims, scatter.params["mode"]
+    if (numbers := constant(indices, maker, jaxpr)) is not None:
+        return _counted(numbers, sizes, batch, mode)
+    found = _read(indices, maker, jaxpr) if is_var(indices) else None
+    if found is None or len(axes) != 1:
         return math.inf
-    batch = dimensions.scatter_indices_batching_dims
     others = [n for i, n in enumerate(shape_of(indices)[: found.rows]) if i not in batch]
-    places = within(found.each, size, scatter.params["mode"])
+    places = within(found.each, sizes[0], mode)
     _, counts = np.unique(places[places >= 0], return_counts=True)
     return math.prod(others) * int(counts.max(initial=0))
+
+
+def constant(atom: Atom, maker: Mapping[Var, JaxprEqn], jaxpr: Jaxpr) -> np.ndarray | None:
+    """What is made of numbers in the program alone; None of what is not."""
+    made, sources = traced_back(list(filter(is_var, [atom])), maker)
+    eqns = [e for e in jaxpr.eqns if id(e) in made]
+    shapes = [shape_of(v) for e in eqns for v in e.outvars]
+    is_small = all(are_known(shape) and math.prod(shape) <= _MOST for shape in shapes)
+    if sources or not is_small or any(e.effects for e in eqns):
+        return None
+    function, _ = cut_out(jaxpr, eqns, [atom])
+    with jax.ensure_compile_time_eval():
+        [found] = function()
+    return np.asarray(found)
+
+
+def columns(indices: Atom, maker: Mapping[Var, JaxprEqn], jaxpr: Jaxpr) -> list[np.ndarray | None]:
+    """Of each axis that indices are for, their numbers, where the program alone makes them."""
+    parts = [indices]
+    if is_var(indices) and indices in maker:
+        made, last = maker[indices], len(shape_of(indices)) - 1
+        if made.primitive.name == "concatenate" and made.params["dimension"] == last:
+            parts = made.invars
+    found: list[np.ndarray | None] = []
+    for part in parts:
+        numbers = constant(part, maker, jaxpr)
+        unknown = [None] * shape_of(part)[-1]
+        found += unknown if numbers is None else list(np.moveaxis(numbers, -1, 0))
+    return found
+
+
+def _counted(
+    places: np.ndarray, sizes: Sequence[int], batch: Sequence[int], mode: lax.GatherScatterMode
+) -> int:
+    """How many go to one place at most: to the same along all axes, of the same batch."""
+    axes = [within(places[..., i], size, mode) for i, size in enumerate(sizes)]
+    rows = np.indices(places.shape[:-1])[list(batch)]
+    inside = np.logical_and.reduce([axis >= 0 for axis in axes])
+    everywhere = (*(places.shape[i] for i in batch), *sizes)
+    found = np.ravel_multi_index([axis[inside] for axis in (*rows, *axes)], everywhere)
+    _, counts = np.unique(found, return_counts=True)
+    return int(counts.max(initial=0))
 
 
 def within(places: np.ndarray, size: int, mode: lax.GatherScatterMode) -> np.ndarray:
@@ -94,11 +144,11 @@ def within(places: np.ndarray, size: int, mode: lax.GatherScatterMode) -> np.nda
     return np.where((places >= 0) & (places < size), places, -1)
 
 
-def _read(indices: Var, eqns: Sequence[JaxprEqn]) -> _Numbers | None:
+def _read(indices: Var, maker: Mapping[Var, JaxprEqn], jaxpr: Jaxpr) -> _Numbers | None:
     """The numbers of a variable, if they are in an order."""
-    made, _ = traced_back([indices], {v: e for e in eqns for v in e.outvars})
+    made, _ = traced_back([indices], maker)
     known: dict[Var, _Numbers] = {}
-    for eqn in (e for e in eqns if id(e) in made):
+    for eqn in (e for e in jaxpr.eqns if id(e) in made):
         for v in filter(_is_whole, eqn.outvars):
             if numbers := _made(v, eqn, known):
                 known[v] = numbers
@@ -140,7 +190,12 @@ def _is_whole(v: Var) -> bool:
     """Whether it is an array of integers, and its sizes are known."""
     dtype = getattr(v.aval, "dtype", None)
     is_whole = dtype is not None and any(jnp.issubdtype(dtype, d) for d in (jnp.integer, jnp.bool_))
-    return is_whole and all(isinstance(n, int) for n in shape_of(v))
+    return is_whole and are_known(shape_of(v))
+
+
+def are_known(sizes: Sequence[Any]) -> bool:
+    """Whether none of them is a symbol."""
+    return all(isinstance(n, int) for n in sizes)
 
 
 def _number(atom: Atom, known: Mapping[Var, _Numbers]) -> _Numbers | None:

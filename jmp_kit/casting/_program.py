@@ -105,7 +105,7 @@ def read(
         convolved=convolved(jaxpr.eqns, in_half, uses),
         scattered={v for e in jaxpr.eqns if scatters(e) for v in e.outvars},
         begun=begun(jaxpr.eqns, constant, reaching, uses),
-        put=put(jaxpr.eqns),
+        put=put(jaxpr),
         compared=compared(jaxpr.eqns),
         whole=mirrored.whole(jaxpr, known.whole, origins, depending),
         taken=flow.taken_by_others(jaxpr),

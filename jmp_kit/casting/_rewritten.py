@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from jmp_kit.casting._chosen import asked
 from jmp_kit.casting._float8 import in_float8
 from jmp_kit.casting._hoisted import hoisted
 from jmp_kit.casting._inline import inlined
@@ -62,7 +63,7 @@ def repeated(
     jaxpr = repeating_scans(fixed_scans_first(inlined(jaxpr), flow, depends), flow, depends)
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)
-    jaxpr = added_up(pooled(scaled_last(jaxpr)))
+    jaxpr = asked(added_up(pooled(scaled_last(jaxpr))))
     jaxpr, signed = signs_of_results(jaxpr, flow, _is_late)
     jaxpr, divided = undone(jaxpr, flow, _is_late)
     jaxpr = shared(jaxpr, _is_late)

@@ -20,19 +20,15 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.casting._places import most_at_one_place, within
+from jmp_kit.casting._places import constant, most_at_one_place, within
 from jmp_kit.casting._worth import FEW
 from jmp_kit.programs._jaxpr import (
-    Atom,
     cast,
-    constants_of,
-    cut_out,
     equations_of,
     is_float32,
     is_var,
     is_zero,
     shape_of,
-    traced_back,
 )
 
 _PUTS = {"scatter": lax.scatter, "scatter-add": lax.scatter_add}
@@ -48,24 +44,24 @@ class _Steps(NamedTuple):
 def added_up(jaxpr: Jaxpr) -> Jaxpr:
     """The program, nothing in it scattered to known places in even steps."""
     maker = {v: e for e in jaxpr.eqns for v in e.outvars}
-    constant = constants_of(jaxpr)
 
     def of(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         if eqn.primitive.name != "scatter-add" or not _is_along_one_axis(eqn, maker):
             yield eqn
             return
         operand, indices, updates = eqn.invars
-        steps = _steps(_places(jaxpr, indices, maker, eqn)) if indices in constant else []
+        dimensions = eqn.params["dimension_numbers"]
+        [axis] = dimensions.scatter_dims_to_operand_dims
+        size, places = shape_of(operand)[axis], constant(indices, maker, jaxpr)
+        steps = [] if places is None else _steps(within(places[:, 0], size, eqn.params["mode"]))
         if not 0 < len(steps) <= FEW:
             yield eqn
             return
-        dimensions = eqn.params["dimension_numbers"]
-        [axis] = dimensions.scatter_dims_to_operand_dims
         [scattered] = set(range(len(shape_of(updates)))) - {*dimensions.update_window_dims}
 
         def function(updates: jax.Array) -> jax.Array:
             updates = jnp.moveaxis(updates, scattered, axis)
-            parts = (_at(updates, axis, shape_of(operand)[axis], step) for step in steps)
+            parts = (_at(updates, axis, size, step) for step in steps)
             return sum(parts, next(parts))
 
         yield from equations_of(function, [updates], eqn.outvars, eqn.source_info)
@@ -73,17 +69,17 @@ def added_up(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=[e for eqn in jaxpr.eqns for e in of(eqn)])
 
 
-def put(eqns: Sequence[JaxprEqn]) -> set[Var]:
+def put(jaxpr: Jaxpr) -> set[Var]:
     """What is put among zeros, or added up there, of no more than two to one place.
 
     The sum of two halves is rounded once, like that in float32.
     """
-    maker = {v: e for e in eqns for v in e.outvars}
-    found = [e for e in eqns if e.primitive.name in _PUTS and _begins_with_zeros(e, maker)]
+    maker = {v: e for e in jaxpr.eqns for v in e.outvars}
+    found = [e for e in jaxpr.eqns if e.primitive.name in _PUTS and begins_with_zeros(e, maker)]
     return {
         e.outvars[0]
         for e in found
-        if e.primitive.name == "scatter" or most_at_one_place(e, eqns) <= 2
+        if e.primitive.name == "scatter" or most_at_one_place(e, jaxpr) <= 2
     }
 
 
@@ -99,7 +95,8 @@ def put_in(eqn: JaxprEqn, dtype: np.dtype) -> Iterator[JaxprEqn]:
     yield from equations_of(function, eqn.invars, eqn.outvars, eqn.source_info)
 
 
-def _begins_with_zeros(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
+def begins_with_zeros(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether a scatter does, of float32."""
     start = eqn.invars[0]
     zeros = maker.get(start) if is_var(start) else None
     return (
@@ -117,7 +114,7 @@ def _is_along_one_axis(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
     windows = [shape_of(updates)[i] for i in dimensions.update_window_dims]
     others = [n for i, n in enumerate(shape) if i not in dimensions.inserted_window_dims]
     return (
-        _begins_with_zeros(eqn, maker)
+        begins_with_zeros(eqn, maker)
         and all(isinstance(n, int) for n in (*shape, *shape_of(indices)))
         and len(shape_of(indices)) == 2
         and len(dimensions.scatter_dims_to_operand_dims) == 1
@@ -125,20 +122,6 @@ def _is_along_one_axis(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
         and not dimensions.operand_batching_dims
         and windows == others
     )
-
-
-def _places(
-    jaxpr: Jaxpr, indices: Atom, maker: Mapping[Var, JaxprEqn], eqn: JaxprEqn
-) -> np.ndarray:
-    """Where each cotangent goes; -1 of what goes nowhere."""
-    made, _ = traced_back([indices], maker)
-    ordered = [e for e in jaxpr.eqns if id(e) in made]
-    function, _ = cut_out(jaxpr, ordered, [indices])
-    with jax.ensure_compile_time_eval():
-        [found] = jax.jit(function)()
-    [axis] = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
-    places, size = np.asarray(found)[:, 0], shape_of(eqn.invars[0])[axis]
-    return within(places, size, eqn.params["mode"])
 
 
 def _steps(places: np.ndarray) -> list[_Steps]:

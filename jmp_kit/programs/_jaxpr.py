@@ -287,7 +287,7 @@ def is_along_rows(eqn: JaxprEqn) -> bool:
 
 
 def cut_out(
-    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Var]
+    jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], outvars: Sequence[Atom]
 ) -> tuple[Callable[..., Sequence[Any]], list[Var]]:
     """Some equations of a jaxpr as a function, names and source lines kept, and its variables."""
     produced = {var for eqn in eqns for var in eqn.outvars}

@@ -75,6 +75,14 @@ KNOWN = {
     "the first of rows": (along_rows(lambda n: jnp.argsort(n, 1)[:, :3]), 1),
     "the best of rows": (along_rows(lambda n: lax.top_k(n, 2)[1]), 1),
     "the worst of rows, twice": (along_rows(lambda n: jnp.argsort(n, 1)[:, :2] // 2), 2),
+    "relative": (along_rows(lambda _: (jnp.arange(3) - jnp.arange(4)[:, None]) % SIZE), 1),
+    "three by three": (looked_up(lambda _: jnp.arange(SIZE) // 3), 3),
+    "at two axes": (lambda x, _: x[jnp.arange(4)[:, None], jnp.arange(3)], 1),
+    "at two axes, some nowhere": (
+        lambda x, _: x.at[jnp.arange(4) // 3, jnp.arange(4) + 5].get(),
+        1,
+    ),
+    "at two axes, clipped": (lambda x, _: x.at[jnp.arange(9) // 4, 8].get(mode="clip"), 4),
     "promised": (looked_up(lambda n: n[0].astype(int), unique_indices=True), 1),
 }
 
@@ -95,7 +103,7 @@ UNKNOWN = {
     "columns sorted": looked_up(lambda n: jnp.argsort(n, 0)),
     "rows as one": along_rows(lambda n: jnp.argsort(n, 1).reshape(2, 16)[:, :8].repeat(2, 0)),
     "looked up itself": looked_up(lambda n: order(n)[n[1].astype(int)]),
-    "at two axes": lambda x, n: x.at[order(n)[:4], order(n)[4:]].get(),
+    "unknown at two axes": lambda x, n: x.at[order(n)[:4], order(n)[4:]].get(),
     "slices": lambda x, n: jax.vmap(lambda i: lax.dynamic_slice(x[0], (i, 0), (2, 1)))(order(n)),
 }
 
@@ -108,13 +116,12 @@ def scattered(look_up):
     fun = jax.grad(lambda x, noise: jnp.sum(jnp.sin(look_up(x, noise))))
     jaxpr = inlined(jax.make_jaxpr(fun)(X, noise).jaxpr)
     [eqn] = (e for e in jaxpr.eqns if e.primitive.name == "scatter-add")
-    return eqn, jaxpr.eqns
+    return eqn, jaxpr
 
 
 @pytest.mark.parametrize(("look_up", "most"), KNOWN.values(), ids=KNOWN)
 def test_the_most_at_one_place(look_up, most):
-    eqn, eqns = scattered(look_up)
-    assert most_at_one_place(eqn, eqns) == most
+    assert most_at_one_place(*scattered(look_up)) == most
 
 
 @pytest.mark.parametrize("look_up", UNKNOWN.values(), ids=UNKNOWN)
@@ -143,9 +150,9 @@ def test_of_any_number_nothing_is_known(size):
         best = lax.top_k(noise, 2)[1]
         return jnp.sum(jnp.sin(x.at[best].get(wrap_negative_indices=False)))
 
-    eqns = inlined(jax.make_jaxpr(jax.grad(loss_fn))(x, noise).jaxpr).eqns
-    [eqn] = (e for e in eqns if e.primitive.name == "scatter-add")
-    assert most_at_one_place(eqn, eqns) == math.inf
+    jaxpr = inlined(jax.make_jaxpr(jax.grad(loss_fn))(x, noise).jaxpr)
+    [eqn] = (e for e in jaxpr.eqns if e.primitive.name == "scatter-add")
+    assert most_at_one_place(eqn, jaxpr) == math.inf
 
 
 def test_places_outside_are_nowhere_or_at_the_ends():
@@ -247,6 +254,33 @@ def test_devices_that_share_rows_learn_the_same():
 
 
 H200 = jmp_kit.numerics.TARGETS["h200"]
+
+
+def relative(params, x):
+    """Scores of words by how far they are apart."""
+    words = jnp.tanh(x @ params["in"])
+    apart = jnp.arange(len(x)) - jnp.arange(len(x))[:, None] + len(x) - 1
+    scores = words @ words.T + jnp.take_along_axis(words @ params["apart"], apart, 1)
+    return mean_square(jax.nn.softmax(scores) @ words)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_no_cotangent_of_relative_positions_is_written_in_float32_for_an_h200(monkeypatch):
+    shape, words = jax.ShapeDtypeStruct, 2048
+    params = {"in": shape((64, 64), jnp.float32), "apart": shape((64, 2 * words - 1), jnp.float32)}
+
+    def traffic():
+        step = autocast(step_of(relative), "mixed_bfloat16")
+        x = shape((words, 64), jnp.float32)
+        return jmp_kit.numerics.traffic(step, params, x, target="h200")
+
+    found = traffic()
+    monkeypatch.setattr(_program, "put", lambda _: set())
+    before = traffic()
+    scores = 4 * words * words
+    assert found.wide <= before.wide - 2 * scores
+    assert found.nbytes <= before.nbytes - 2 * scores
 
 
 @pytest.mark.filterwarnings("default")
