@@ -102,7 +102,7 @@ def read(
         reaching=reaching,
         origins=origins,
         products=products,
-        convolved=convolved(jaxpr.eqns, in_half, uses),
+        convolved=convolved(jaxpr.eqns, in_half, uses, depending.__contains__),
         scattered={v for e in jaxpr.eqns if scatters(e) for v in e.outvars},
         begun=begun(jaxpr.eqns, constant, reaching, uses),
         put=put(jaxpr),

@@ -45,8 +45,39 @@ def network(params, x, activation=jax.nn.relu):
     return (convolved(w, x) + b) @ jnp.eye(b.shape[0], 4, dtype=x.dtype)
 
 
+def residual(params, x):
+    """Shortcuts around convolutions, the last of which has a convolution, too."""
+    (w, b), *hidden = params
+    x = convolved(w, x) + b
+    for weights, bias in hidden:
+        x = x + (convolved(weights, jax.nn.relu(x)) + bias)
+    one, other = (convolved(weights, jnp.tanh(x)) + bias for weights, bias in hidden)
+    return jax.nn.relu(one + other) @ jnp.eye(b.shape[0], 4, dtype=x.dtype)
+
+
+def of_images(params, x):
+    """The same of each image: what a convolution gives loses its axis of images."""
+    alone = jax.vmap(lambda x: residual(params, x[None])[0])
+    return alone(x)
+
+
+def moved(params, x):
+    """Each image alone, of which a bias and a shortcut are taken."""
+    (w, b), (v, c), _ = params
+
+    def one(x):
+        y = convolved(w, x[None])[0] + b
+        return (y + (convolved(v, jnp.tanh(y)[None])[0] + c)) @ W
+
+    return jax.vmap(one)(x)
+
+
 def loss_fn(params, x):
     return mean_square(network(params, x))
+
+
+def residual_loss(params, x):
+    return mean_square(residual(params, x))
 
 
 def lowered(fun, *args, half="mixed_bfloat16", platform="cuda"):
@@ -57,9 +88,8 @@ def lowered(fun, *args, half="mixed_bfloat16", platform="cuda"):
 
 def count(text, operation, dtype, channels=CHANNELS):
     """How often an operation gives an image of such."""
-    return len(
-        re.findall(rf"stablehlo\.{operation} .*tensor<2x20x24x{channels}x{dtype}>$", text, re.M)
-    )
+    image = rf"tensor<2x(?:1x)?20x24x{channels}x{dtype}>"
+    return len(re.findall(rf"stablehlo\.{operation} .*{image}$", text, re.M))
 
 
 @pytest.mark.parametrize("fun", [network, jax.grad(loss_fn)], ids=["forward", "gradient"])
@@ -72,7 +102,24 @@ def test_biases_are_added_in_half_on_gpus_alone(fun, half, dtype):
     assert count(on_cpu, "add", "f32") >= count(on_gpu, "add", "f32") + 3
 
 
+@pytest.mark.parametrize(("fun", "adds"), [(residual, 6), (of_images, 6), (moved, 3)])
+def test_shortcuts_are_added_too(fun, adds):
+    """A bias to each convolution, and then what the sum is to be added to."""
+    on_gpu, on_cpu = (lowered(fun, PARAMS, X, platform=p) for p in ("cuda", "cpu"))
+    assert count(on_gpu, "add", "bf16") == adds
+    assert count(on_cpu, "add", "bf16") == 0
+
+
+@pytest.mark.usefixtures("as_on_gpus")
+@pytest.mark.parametrize("fun", [network, residual, of_images, moved])
+def test_what_is_added_in_half_is_as_near(fun):
+    """Here it is rounded after each sum; the kernel rounds once."""
+    wanted, found = fun(PARAMS, X), autocast(fun, "mixed_bfloat16")(PARAMS, X)
+    assert jnp.linalg.norm(found - wanted) <= 0.02 * jnp.linalg.norm(wanted)
+
+
 OTHERS = {
+    "computed here": lambda z, b: (z + b) + jnp.tanh(b) * jnp.ones_like(z),
     "taken twice": lambda z, b: jax.nn.relu(z + b) + z.mean(),
     "another activation": lambda z, b: jax.nn.gelu(z + b),
     "a function of several": lambda z, b: jax.jit(lambda y: y * jnp.tanh(y))(z + b),
@@ -99,6 +146,9 @@ WAYS = {
     "forward": autocast(network, "mixed_bfloat16"),
     "of the function": jax.grad(autocast(loss_fn, "mixed_bfloat16")),
     "around the gradient": autocast(jax.grad(loss_fn), "mixed_bfloat16"),
+    "with shortcuts": autocast(residual, "mixed_bfloat16"),
+    "of shortcuts": jax.grad(autocast(residual_loss, "mixed_bfloat16")),
+    "around that of shortcuts": autocast(jax.grad(residual_loss), "mixed_bfloat16"),
 }
 
 
