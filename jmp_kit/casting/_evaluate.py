@@ -154,7 +154,7 @@ def _apart(
 
     Args:
       behind: what is behind a barrier. XLA takes two of the same values for one.
-      numbers: see `_part`. XLA takes two choices of the same number for one.
+      numbers: see `_part`. XLA takes two choices from the same one for one.
     """
     apart = tuple(piece.apart)
     if not apart:
@@ -163,13 +163,14 @@ def _apart(
         before = behind.get(apart) or [values[v] for v in apart]
         behind[apart] = lax.optimization_barrier(before)
         return behind[apart]
-    opaque, _ = lax.optimization_barrier((np.True_, np.int32(numbers[piece.results[0]])))
-    return [_chosen(values[v], opaque) for v in apart]
+    number = np.float32(numbers[piece.results[0]] if piece.is_dear else 0)
+    opaque, other = lax.optimization_barrier((np.True_, number))
+    return [_chosen(values[v], opaque, other if piece.is_dear else 0) for v in apart]
 
 
-def _chosen(x: Any, opaque: Any) -> Any:
-    """The value, if that is true, which XLA does not know."""
-    return lax.select_n(opaque, lax.full_like(x, 0), x)
+def _chosen(x: Any, opaque: Any, other: Any = 0) -> Any:
+    """The value, if that is true, which XLA does not know; else this one."""
+    return lax.select_n(opaque, lax.full_like(x, other), x)
 
 
 def _stored(x: Any, stored: Stored) -> Any:

@@ -28,17 +28,17 @@ from jmp_kit.programs._jaxpr import (
 
 Shape = tuple[int, ...]
 
-_RESHAPES = {"reshape", "squeeze", "expand_dims"}
-_REDUCES = {"reduce_sum", "reduce_max", "reduce_min"}
+RESHAPES = {"reshape", "squeeze", "expand_dims"}
+REDUCES = {"reduce_sum", "reduce_max", "reduce_min"}
 # What makes each value of those in its place.
-_ELEMENTWISE = {"add", "add_any", "sub", "mul", "div", "rem", "max", "min", "pow", "integer_pow"}
-_ELEMENTWISE |= {"neg", "sign", "abs", "square", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round"}
-_ELEMENTWISE |= {"exp", "exp2", "expm1", "log", "log2", "log1p", "logistic", "one_minus_square"}
-_ELEMENTWISE |= {"erf", "erfc", "erf_inv", "tan", "sin", "cos", "atan", "asin", "acos", "atan2"}
-_ELEMENTWISE |= {"tanh", "sinh", "cosh", "atanh", "asinh", "acosh"}
-_ELEMENTWISE |= {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "is_finite"}
-_ELEMENTWISE |= {"select_n", "clamp", "convert_element_type", "reduce_precision", "copy"}
-_ELEMENTWISE |= {"stop_gradient", "name"}
+ELEMENTWISE = {"add", "add_any", "sub", "mul", "div", "rem", "max", "min", "pow", "integer_pow"}
+ELEMENTWISE |= {"neg", "sign", "abs", "square", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round"}
+ELEMENTWISE |= {"exp", "exp2", "expm1", "log", "log2", "log1p", "logistic", "one_minus_square"}
+ELEMENTWISE |= {"erf", "erfc", "erf_inv", "tan", "sin", "cos", "atan", "asin", "acos", "atan2"}
+ELEMENTWISE |= {"tanh", "sinh", "cosh", "atanh", "asinh", "acosh"}
+ELEMENTWISE |= {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "is_finite"}
+ELEMENTWISE |= {"select_n", "clamp", "convert_element_type", "reduce_precision", "copy"}
+ELEMENTWISE |= {"stop_gradient", "name"}
 # What XLA reads as it lies, cut or turned, where axes are not joined.
 _CUTS = {"transpose", "slice", "rev", "split", "gather", "dynamic_slice"}
 
@@ -95,18 +95,18 @@ class _Joining:
         name, [result, *others] = eqn.primitive.name, eqn.outvars
         if not any(map(self.shape, (*eqn.invars, *eqn.outvars))):
             return [taking(eqn, self.names)]
-        if any(map(_is_shared, (*eqn.invars, result))) or others or list(subjaxprs(eqn)):
+        if any(map(is_shared, (*eqn.invars, result))) or others or list(subjaxprs(eqn)):
             return None
-        if name in _RESHAPES:
+        if name in RESHAPES:
             return self.reshaped(eqn, self.shape(result) or shape_of(result))
         if not self.shape(result):
             return None
         if name == "broadcast_in_dim":
             [operand], axes = eqn.invars, eqn.params["broadcast_dimensions"]
             return self.spread(operand, axes, self.name(result), eqn)
-        if name in _REDUCES and is_along_rows(eqn):
+        if name in REDUCES and is_along_rows(eqn):
             return [self.named(eqn, {"axes": (len(self.shape(eqn.invars[0])) - 1,)})]
-        return self.elementwise(eqn) if name in _ELEMENTWISE else None
+        return self.elementwise(eqn) if name in ELEMENTWISE else None
 
     def shape(self, atom: Atom) -> Shape:
         """Its shape with one axis; () if it has not got the others."""
@@ -177,7 +177,7 @@ class _Joining:
         return list(equations_of(function, [self.name(operand)], [result], eqn.source_info))
 
 
-def _is_shared(atom: Atom) -> bool:
+def is_shared(atom: Atom) -> bool:
     """Whether devices may hold parts of it, of which this program does not say which."""
     sharding = getattr(atom.aval, "sharding", None)
     kinds = sharding.mesh.axis_types if sharding and not sharding.mesh.empty else ()

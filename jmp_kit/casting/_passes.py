@@ -23,7 +23,16 @@ from jmp_kit.casting._parts import acts
 from jmp_kit.casting._plan import Form, Piece, Stored
 from jmp_kit.casting._program import Program
 from jmp_kit.casting._scattered import put_in
-from jmp_kit.casting._worth import FEW, MOST_CUTS, cuts_before, ends_of_woven, is_costly, is_kept
+from jmp_kit.casting._shapes import Shaped, in_one_shape
+from jmp_kit.casting._worth import (
+    FEW,
+    MOST_CUTS,
+    cuts_before,
+    ends_of_woven,
+    is_costly,
+    is_kept,
+    reduces,
+)
 from jmp_kit.programs._flow import is_exact
 from jmp_kit.programs._jaxpr import (
     Atom,
@@ -331,12 +340,19 @@ class _Segment:
         lies = all(map(self._is_column_sum, roots))
         lies |= self.is_dear_once and any(map(_is_padded, fresh))  # or XLA writes what is dear
         sums = {e.outvars[0] for e in ordered if group.is_row and self._is_row(e)}
-        piece = Piece(ordered, list(roots), apart, lies, list(self._moved(ordered)))
+        moved = list(self._moved(ordered))
+        is_dear = any(map(self._is_dear, ordered))
+        piece = Piece(ordered, list(roots), apart, lies, is_dear, moved)
         matrices = of_matrices(piece, sums) if sums and not lies else None
         if group.is_row:
             ordered = list(kernels.rows(ordered, sums))
-        elif group.is_apart:
-            ordered = list(kernels.sums(ordered, set(roots)))
+        else:
+            rest = [e for e in ordered if not any(e is eqn for eqn in moved)]
+            # Else it may be a product's kernel that computes it, in the product's shape.
+            is_own = is_dear or any(self._is_big(e.invars[0]) for e in rest if reduces(e))
+            shaped = in_one_shape(rest) if is_own else Shaped(rest, {})
+            found = {shaped.names.get(v, v) for v in roots} if group.is_apart else set()
+            ordered = [*moved, *kernels.sums(shaped.eqns, found), *shaped.after(roots)]
         ordered = [e for eqn in ordered for e in kernels.own_zeros(eqn)]
         return piece._replace(eqns=ordered, matrices=matrices)
 

@@ -67,6 +67,7 @@ class Piece(NamedTuple):
     results: Sequence[Var]
     apart: Sequence[Var] = ()  # of what they take, what XLA is not to share with others
     where_it_lies: bool = False  # whether XLA reads that so; what it cuts, a barrier has it copy
+    is_dear: bool = False  # whether to compute it twice is to be preferred to sharing it
     moved: Sequence[JaxprEqn] = ()  # before them, in the dtype that what they move is stored in
     matrices: "Matrices | None" = None  # what runs instead
 

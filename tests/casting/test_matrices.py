@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import _passes, plans_of
-from jmp_kit.casting._matrices import _ELEMENTWISE, of_matrices
+from jmp_kit.casting._matrices import ELEMENTWISE, of_matrices
 from jmp_kit.casting._plan import Part, Piece
 from jmp_kit.programs._jaxpr import cut_out, is_along_rows, opened
 from tests.casting.zoo import mean_square
@@ -154,7 +154,7 @@ def test_axes_that_are_treated_differently_are_not_joined(fun):
 def test_what_is_taken_for_elementwise_is_known_to_jax():
     known = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
     since_0_12 = {"one_minus_square", "log2"}
-    assert known | since_0_12 >= _ELEMENTWISE
+    assert known | since_0_12 >= ELEMENTWISE
 
 
 def test_rows_of_what_is_no_argument_or_of_one_axis_or_of_any_are_left():

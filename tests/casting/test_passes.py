@@ -386,22 +386,27 @@ def test_what_is_slow_is_computed_once(name):
     assert 0 < count(autocast(step, "mixed_bfloat16")) <= count(step)
 
 
-def test_no_two_passes_choose_alike():
-    """XLA would take what both read for the same, and compute with it once."""
+def chosen_from(activation):
+    """What passes choose from that read what lies there, by numbers of their own."""
 
     def loss_fn(params, x):
         for w, b in params:
-            x = layer_norm(x @ w) * b + b
+            x = activation(layer_norm(x @ w) * b + b)
         return mean_square(x @ params[0][0])
 
     params = [(jnp.eye(64), jnp.ones(64))] * 3
-    traced = jax.make_jaxpr(autocast(jax.grad(loss_fn), "mixed_bfloat16"))(
-        params, jnp.ones((256, 64))
-    )
+    step = autocast(jax.grad(loss_fn), "mixed_bfloat16")
+    traced = jax.make_jaxpr(step)(params, jnp.ones((256, 64)))
     barriers = (e for e, _ in every_equation(traced.jaxpr) if "barrier" in e.primitive.name)
     atoms = (a for e in barriers for a in e.invars if isinstance(a, Literal))
-    numbers = [int(a.val) for a in atoms if a.aval.dtype == jnp.int32]
+    return [float(a.val) for a in atoms if a.aval.dtype == jnp.float32]
+
+
+def test_no_two_passes_share_what_is_dear():
+    """XLA would take what both read for the same, and compute with it once."""
+    numbers = chosen_from(jax.nn.silu)
     assert len(numbers) == len(set(numbers)) > 2
+    assert set(chosen_from(lambda x: x)) == {0.0}
 
 
 def test_what_is_dear_and_summed_up_is_a_pass_of_its_own():
