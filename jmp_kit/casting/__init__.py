@@ -20,15 +20,15 @@ the data) and evaluated (`_evaluate`). `docs/autocast.md` walks a loss through i
 tables: `_state` finds what is updated, `_parts` splits, `_taken` reads what a backward pass takes,
 `_again` decides what of it is kept and what computed again, for which `_inline`, `_float8`,
 `_scans`, `_hoisted`, `_turned`, `_scaled`, `_pools`, `_scattered`, `_chosen`, `_signs`, `_undone`,
-`_sums` and `_repeat` rewrite the program, in `_rewritten`'s order; `_accumulated` tells which
-gradients a loop adds up; `_ragged` and `_operands` belong to `_float8`; `_joined`, `_passes`,
-`_kernels`, `_matrices` and `_convolved` make of a segment what XLA makes kernels of; `_places`
-tells what comes to which places of a scatter, and `_extrema` what must be one value for all;
-`_loops` decides of carries, and `_biases` of gradients by biases where JAX makes the backward pass.
-`_calls` and `_custom_derivatives` rebuild calls, loops, branches and rules around what is inside
-them; rules that can be called only while JAX differentiates are `_differentiated`'s. `_models`
-keeps what a function changes in nnx models, `_regions` is for what is to be left alone or called in
-half, and `_misused` and `_warned` tell what cannot, or may not, be meant.
+`_deviations`, `_sums` and `_repeat` rewrite the program, in `_rewritten`'s order; `_accumulated`
+tells which gradients a loop adds up; `_ragged` and `_operands` belong to `_float8`; `_joined`,
+`_passes`, `_kernels`, `_matrices`, `_shapes` and `_convolved` make of a segment what XLA makes
+kernels of; `_places` tells what comes to which places of a scatter, and `_extrema` what must be one
+value for all; `_loops` decides of carries, and `_biases` of gradients by biases where JAX makes the
+backward pass. `_calls` and `_custom_derivatives` rebuild calls, loops, branches and rules around
+what is inside them; rules that can be called only while JAX differentiates are `_differentiated`'s.
+`_models` keeps what a function changes in nnx models, `_regions` is for what is to be left alone or
+called in half, and `_misused` and `_warned` tell what cannot, or may not, be meant.
 """
 
 from jmp_kit.casting._autocast import autocast as autocast

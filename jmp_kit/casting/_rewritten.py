@@ -6,6 +6,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp_kit.casting._chosen import asked
+from jmp_kit.casting._deviations import without_their_sums
 from jmp_kit.casting._float8 import in_float8
 from jmp_kit.casting._hoisted import hoisted
 from jmp_kit.casting._inline import inlined
@@ -66,7 +67,7 @@ def repeated(
     jaxpr = asked(added_up(pooled(scaled_last(jaxpr))))
     jaxpr, signed = signs_of_results(jaxpr, flow, _is_late)
     jaxpr, divided = undone(jaxpr, flow, _is_late)
-    jaxpr = shared(jaxpr, _is_late)
+    jaxpr = shared(without_their_sums(jaxpr, _is_late), _is_late)
     depending = flow.depending(jaxpr, depends)
     uses = uses_of(jaxpr)
     parts = sunk(parts_of(jaxpr.eqns, flow), flow, uses, _is_late)

@@ -45,7 +45,9 @@ class _Factor(NamedTuple):
     values: tuple[Atom, ...] = ()
 
 
-class _Sum(NamedTuple):
+class Sum(NamedTuple):
+    """A sum of less than was written, to which factors are applied."""
+
     of: Var
     axes: Axes
     factors: list[_Factor]  # the outermost first
@@ -54,7 +56,7 @@ class _Sum(NamedTuple):
 def shared(jaxpr: Jaxpr, is_late: Callable[[JaxprEqn], bool]) -> Jaxpr:
     """The program, each value of its backward pass summed up over the same axes once."""
     maker = {v: e for e in jaxpr.eqns for v in e.outvars}
-    sums = {id(e): _taken_out(e, maker) for e in jaxpr.eqns if is_late(e) and _is_sum(e)}
+    sums = {id(e): taken_out(e, maker) for e in jaxpr.eqns if is_late(e) and _is_sum(e)}
     wanted: dict[Var, list[Axes]] = defaultdict(list)
     for found in sums.values():
         wanted[found.of].append(found.axes)
@@ -120,7 +122,7 @@ def _is_sum(eqn: JaxprEqn) -> bool:
     )
 
 
-def _taken_out(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> _Sum:
+def taken_out(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Sum:
     """The sum, of as little as it can be of."""
     axes, [of] = tuple(eqn.params["axes"]), eqn.invars
     factors: list[_Factor] = []
@@ -130,7 +132,7 @@ def _taken_out(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> _Sum:
             break
         factors.append(found[0])
         of = found[1]
-    return _Sum(of, axes, factors)
+    return Sum(of, axes, factors)
 
 
 def _factor(eqn: JaxprEqn, axes: Axes, maker: Mapping[Var, JaxprEqn]) -> tuple[_Factor, Var] | None:
