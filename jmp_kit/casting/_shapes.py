@@ -10,18 +10,14 @@ Each axis is split as finely as any reshape splits it, and every equation is one
 """
 
 import collections
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var, primitives
 
 from jmp_kit.casting._matrices import ELEMENTWISE, REDUCES, RESHAPES, is_shared
-from jmp_kit.programs._jaxpr import Atom, equations_of, is_var, shape_of, taking
+from jmp_kit.programs._jaxpr import Atom, is_var, shape_of, taking
 
 _MOVES = RESHAPES | {"broadcast_in_dim", "transpose"}
 _KNOWN = ELEMENTWISE | _MOVES | REDUCES
@@ -182,45 +178,48 @@ class _Axes:
             return
         [result] = eqn.outvars
         invars = [names[a] if is_var(a) else a for a in eqn.invars]
-        is_same = eqn.primitive.name in RESHAPES and shape_of(invars[0]) == self.shape(result)
-        names[result] = invars[0] if is_same else self._named(result)
-        if not is_same:
-            function = functools.partial(self._evaluated, eqn)
-            yield from equations_of(function, invars, [names[result]], eqn.source_info)
+        if eqn.primitive.name in RESHAPES and shape_of(invars[0]) == self.shape(result):
+            names[result] = invars[0]
+            return
+        names[result] = self._named(result)
+        yield from self._rewritten(eqn, invars, names[result])
 
-    def _evaluated(self, eqn: JaxprEqn, *xs: jax.Array) -> Sequence[Any]:
-        """What it gives of operands of these axes."""
-        name, params, [result] = eqn.primitive.name, dict(eqn.params), eqn.outvars
-        if name in RESHAPES:
-            return [lax.reshape(xs[0], self.shape(result))]
-        if name == "broadcast_in_dim":
+    def _rewritten(self, eqn: JaxprEqn, invars: list[Atom], name: Var) -> Iterator[JaxprEqn]:
+        """The equation, of operands of these axes."""
+        [result], params = eqn.outvars, dict(eqn.params)
+        if eqn.primitive.name in RESHAPES:
+            yield from _reshaped(invars[0], name, eqn)
+            return
+        if eqn.primitive.name == "broadcast_in_dim":
             axes = params["broadcast_dimensions"]
-            x = self._beside(xs[0], eqn.invars[0], result, axes)
-            return [lax.broadcast_in_dim(x, self.shape(result), self.places(result, axes))]
-        if name in ELEMENTWISE:
-            pairs = zip(xs, eqn.invars, strict=True)
-            xs = tuple(self._beside(x, a, result, range(len(shape_of(a)))) for x, a in pairs)
-        for axes in {"axes", "permutation"} & params.keys():
-            params[axes] = self.places(eqn.invars[0], params[axes])
-        return [eqn.primitive.bind(*xs, **params)]
+            places = self.places(result, axes)
+            params.update(shape=shape_of(name), broadcast_dimensions=places)
+        elif eqn.primitive.name in ELEMENTWISE:
+            axes = range(len(shape_of(result)))
+        else:
+            axes = None
+            for key in {"axes", "permutation"} & params.keys():
+                params[key] = self.places(eqn.invars[0], params[key])
+        for i, (a, x) in enumerate(zip(eqn.invars, invars, strict=True)):
+            if axes is not None and is_var(a) and shape_of(a):
+                shape = self._beside(a, result, axes)
+                if shape != shape_of(x):
+                    invars[i] = Var(x.aval.update(shape=shape))
+                    yield from _reshaped(x, invars[i], eqn)
+        yield eqn.replace(invars=invars, outvars=[name], params=params)
 
-    def _beside(self, x: Any, operand: Atom, result: Var, axes: Sequence[int]) -> Any:
-        """An operand, its axes of one value as many as those of the result beside them."""
-        if not is_var(operand):
-            return x
+    def _beside(self, operand: Var, result: Var, axes: Sequence[int]) -> Shape:
+        """An operand's shape, its axes of one value as many as the result's beside them."""
         pairs = [(self.split(operand, i), self.split(result, j)) for i, j in enumerate(axes)]
-        shape = [n for a, b in pairs for n in (a if len(a) == len(b) else (1,) * len(b))]
-        return lax.reshape(x, shape) if shape != list(x.shape) else x
+        return tuple(n for a, b in pairs for n in (a if len(a) == len(b) else (1,) * len(b)))
 
 
-def _reshaped(a: Var, b: Var, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+def _reshaped(a: Atom, b: Var, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """A value in another shape, if it is another variable."""
-
-    def reshape(x: jax.Array) -> Sequence[jax.Array]:
-        return [lax.reshape(x, shape_of(b)) if shape_of(b) != x.shape else jnp.copy(x)]
-
     if a is not b:
-        yield from equations_of(reshape, [a], [b], eqn.source_info)
+        params = {"new_sizes": shape_of(b), "dimensions": None, "sharding": None}
+        reshape = {"primitive": primitives.reshape_p, "params": params, "effects": set()}
+        yield eqn.replace(invars=[a], outvars=[b], **reshape)
 
 
 def _is_known(eqn: JaxprEqn) -> bool:
