@@ -117,7 +117,8 @@ def _where_chosen(
     each = [i for i in range(indices.ndim - 1) if i not in choice.rows.values()]
     places = indices[..., choice.column]
     if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
-        places = jnp.clip(places, 0, operand.shape[choice.axis] - 1)
+        last = min(operand.shape[choice.axis] - 1, np.iinfo(places.dtype).max)
+        places = jnp.clip(places, *np.array([0, last], places.dtype))
 
     def along_axes(x: jax.Array, axes: Mapping[int, int], some: list[int]) -> jax.Array:
         """What is chosen first, then all axes of the places, of one where x has none."""

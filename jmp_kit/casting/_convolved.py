@@ -72,8 +72,9 @@ def convolved(
     ends = [(several, *after(_result(several))) for several in shifted]
 
     def adds_a_shortcut(eqn: JaxprEqn) -> bool:
-        shapes = {shape_of(a) for a in (*eqn.invars, *eqn.outvars)}
-        return eqn.primitive.name in ADDS and len(shapes) == 1 and all(map(depends, eqn.invars))
+        if eqn.primitive.name not in ADDS or len({*map(shape_of, eqn.invars)}) > 1:
+            return False
+        return all(depends(a) and a not in spread for a in eqn.invars)
 
     found: dict[Var, list[JaxprEqn]] = {}
     for several in shifted:

@@ -59,6 +59,15 @@ CHOSEN |= {
     for kind in ("int8", "uint8", "int32", "uint32")
 }
 
+CHOSEN["of more than an index can tell"] = lambda x, i: (
+    jnp.tile(x[0], 50)
+    .at[jnp.arange(COLUMNS), (50 * i[0] - 30).astype(jnp.int8)]
+    .get(mode="clip", wrap_negative_indices=False)
+)
+CHOSEN["far outside"] = lambda x, i: (
+    x[0].at[jnp.arange(COLUMNS), i[0].astype(jnp.uint32) - 2].get(mode="clip")
+)
+
 # At places that are not one or a few of each row in turn.
 OTHERS = {
     "of a diagonal": lambda x, i: x[jnp.arange(COLUMNS), jnp.arange(COLUMNS), i[0]],

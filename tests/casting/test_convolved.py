@@ -119,6 +119,9 @@ def test_what_is_added_in_half_is_as_near(fun):
 
 
 OTHERS = {
+    "spread": lambda z, b: (
+        (z + b) + lax.broadcast_in_dim(z.mean((1, 2)) @ jnp.eye(8), z.shape, (0, 3))
+    ),
     "computed here": lambda z, b: (z + b) + jnp.tanh(b) * jnp.ones_like(z),
     "taken twice": lambda z, b: jax.nn.relu(z + b) + z.mean(),
     "another activation": lambda z, b: jax.nn.gelu(z + b),
