@@ -19,7 +19,7 @@ Here a function is traced (`_casting`), planned (`_planner`, of what `_program` 
 the data) and evaluated (`_evaluate`). `docs/autocast.md` walks a loss through it. The planner's
 tables: `_state` finds what is updated, `_parts` splits, `_taken` reads what a backward pass takes,
 `_again` decides what of it is kept and what computed again, for which `_inline`, `_float8`,
-`_scans`, `_hoisted`, `_turned`, `_scaled`, `_pools`, `_scattered`, `_chosen`, `_signs`, `_undone`,
+`_scans`, `_hoisted`, `_turned`, `_pools`, `_scattered`, `_chosen`, `_signs`, `_undone`,
 `_deviations`, `_sums` and `_repeat` rewrite the program, in `_rewritten`'s order; `_accumulated`
 tells which gradients a loop adds up; `_ragged` and `_operands` belong to `_float8`; `_joined`,
 `_passes`, `_kernels`, `_matrices`, `_shapes` and `_convolved` make of a segment what XLA makes

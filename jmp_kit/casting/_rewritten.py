@@ -14,7 +14,6 @@ from jmp_kit.casting._joined import summed_first
 from jmp_kit.casting._parts import fixed_scans_first, living, parts_of, sunk
 from jmp_kit.casting._pools import pooled
 from jmp_kit.casting._repeat import repeating
-from jmp_kit.casting._scaled import scaled_last
 from jmp_kit.casting._scans import repeating_scans
 from jmp_kit.casting._scattered import added_up
 from jmp_kit.casting._signs import signs_of_results
@@ -64,7 +63,7 @@ def repeated(
     jaxpr = repeating_scans(fixed_scans_first(inlined(jaxpr), flow, depends), flow, depends)
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)
-    jaxpr = asked(added_up(pooled(scaled_last(jaxpr))))
+    jaxpr = asked(added_up(pooled(jaxpr)))
     jaxpr, signed = signs_of_results(jaxpr, flow, _is_late)
     jaxpr, divided = undone(jaxpr, flow, _is_late)
     jaxpr = shared(without_their_sums(jaxpr, _is_late), _is_late)
