@@ -1,14 +1,15 @@
 """A function under a policy: traced, planned and evaluated."""
 
+import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun, primitives
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, Var, jaxpr_as_fun, primitives
 
 from jmp_kit._dtypes import FLOAT8, stored_dtype
 from jmp_kit._policy import Policy
@@ -222,7 +223,8 @@ class Casting(NamedTuple):
         states, wide = States(self.flow), self.is_summed_wide
         by_size = self.float8_by_size
         planner = Planner(self.halves[0], self.flow, self.price, states, wide, by_size, once)
-        plan = planner.plan(jaxpr, known)
+        closed = dict(_integers(jaxpr, consts))
+        plan = dataclasses.replace(planner, closed=closed).plan(jaxpr, known)
         if plans is not None:
             plans.append(plan)
         results = evaluated(plan, consts, values)
@@ -230,6 +232,13 @@ class Casting(NamedTuple):
             cast(x, self.policy.output_dtype) if is_float32(atom) else x
             for x, atom in zip(results, jaxpr.outvars, strict=True)
         ]
+
+
+def _integers(jaxpr: Jaxpr, consts: Sequence[Any]) -> Iterator[tuple[Var, np.ndarray]]:
+    """Of what it closes over, NumPy's: positions, say, which are there while it is planned."""
+    for v, x in zip(jaxpr.constvars, consts, strict=True):
+        if v.aval.dtype.kind in "iub" and not isinstance(x, jax.Array):
+            yield v, np.asarray(x)
 
 
 def _require_primitives(names: frozenset[str], jaxpr: Jaxpr) -> None:

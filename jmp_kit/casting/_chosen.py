@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.casting._places import are_known, columns
+from jmp_kit.casting._places import Places, are_known
 from jmp_kit.casting._scattered import begins_with_zeros
 from jmp_kit.casting._worth import FEW
 from jmp_kit.programs._jaxpr import equations_of, shape_of
@@ -39,13 +39,17 @@ class _Choice(NamedTuple):
     windows: Mapping[int, int]
 
 
-def asked(jaxpr: Jaxpr) -> Jaxpr:
-    """The program, nothing in it scattered to a few places of each row."""
-    maker = {v: e for e in jaxpr.eqns for v in e.outvars}
+def asked(jaxpr: Jaxpr, closed: Mapping[Var, np.ndarray]) -> Jaxpr:
+    """The program, nothing in it scattered to a few places of each row.
+
+    Args:
+      closed: the integers that it closes over.
+    """
+    known = Places(jaxpr, closed)
 
     def of(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-        is_sum = eqn.primitive.name == "scatter-add" and begins_with_zeros(eqn, maker)
-        choice = _choice(eqn, maker, jaxpr) if is_sum else None
+        is_sum = eqn.primitive.name == "scatter-add" and begins_with_zeros(eqn, known.maker)
+        choice = _choice(eqn, known) if is_sum else None
         if choice is None:
             yield eqn
             return
@@ -58,7 +62,7 @@ def asked(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=[e for eqn in jaxpr.eqns for e in of(eqn)])
 
 
-def _choice(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], jaxpr: Jaxpr) -> _Choice | None:
+def _choice(eqn: JaxprEqn, known: Places) -> _Choice | None:
     """What is chosen, if it is a few along one axis, of all rows in turn."""
     operand, indices, updates = map(shape_of, eqn.invars)
     if not are_known([*operand, *indices]):
@@ -71,7 +75,7 @@ def _choice(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], jaxpr: Jaxpr) -> _Choi
     windows = dict(zip(others, dimensions.update_window_dims, strict=True))
     whole = {axis for axis, window in windows.items() if updates[window] == operand[axis]}
     chosen = []
-    numbers = columns(eqn.invars[1], maker, jaxpr)
+    numbers = known.columns(eqn.invars[1])
     for column, axis in enumerate(dimensions.scatter_dims_to_operand_dims):
         along = _axis_counted(numbers[column], operand[axis])
         if axis in whole and _is_at_the_start(numbers[column], eqn.params["mode"]):

@@ -66,61 +66,75 @@ class _Numbers(NamedTuple):
     rows: int = 0
 
 
-def most_at_one_place(scatter: JaxprEqn, jaxpr: Jaxpr) -> float:
-    """How many updates of a scatter go to one place at most; infinity if that is not known.
+class Places:
+    """What is known of the places that a program looks up at, or scatters to."""
 
-    Args:
-      jaxpr: the program that it stands in.
-    """
-    if scatter.params["unique_indices"]:
-        return 1
-    operand, indices, _ = scatter.invars
-    dimensions = scatter.params["dimension_numbers"]
-    axes = dimensions.scatter_dims_to_operand_dims
-    sizes = [shape_of(operand)[axis] for axis in axes]
-    # Of slices, which may overlap, more would have to be known.
-    if not set(axes) <= set(dimensions.inserted_window_dims) or not are_known(sizes):
-        return math.inf
-    maker = {v: e for e in jaxpr.eqns for v in e.outvars}
-    batch, mode = dimensions.scatter_indices_batching_dims, scatter.params["mode"]
-    if (numbers := constant(indices, maker, jaxpr)) is not None:
-        return _counted(numbers, sizes, batch, mode)
-    found = _read(indices, maker, jaxpr) if is_var(indices) else None
-    if found is None or len(axes) != 1:
-        return math.inf
-    others = [n for i, n in enumerate(shape_of(indices)[: found.rows]) if i not in batch]
-    places = within(found.each, sizes[0], mode)
-    _, counts = np.unique(places[places >= 0], return_counts=True)
-    return math.prod(others) * int(counts.max(initial=0))
+    def __init__(self, jaxpr: Jaxpr, closed: Mapping[Var, np.ndarray]) -> None:
+        """Of this program, and of the integers that it closes over."""
+        self.jaxpr, self.closed = jaxpr, closed
+        self.maker = {v: e for e in jaxpr.eqns for v in e.outvars}
 
+    def most_at_one(self, scatter: JaxprEqn) -> float:
+        """How many updates of a scatter go to one place at most; infinity if that is not known."""
+        if scatter.params["unique_indices"]:
+            return 1
+        operand, indices, _ = scatter.invars
+        dimensions = scatter.params["dimension_numbers"]
+        axes = dimensions.scatter_dims_to_operand_dims
+        sizes = [shape_of(operand)[axis] for axis in axes]
+        # Of slices, which may overlap, more would have to be known.
+        if not set(axes) <= set(dimensions.inserted_window_dims) or not are_known(sizes):
+            return math.inf
+        batch, mode = dimensions.scatter_indices_batching_dims, scatter.params["mode"]
+        if (numbers := self.numbers(indices)) is not None:
+            return _counted(numbers, sizes, batch, mode)
+        found = self._in_order(indices) if is_var(indices) else None
+        if found is None or len(axes) != 1:
+            return math.inf
+        others = [n for i, n in enumerate(shape_of(indices)[: found.rows]) if i not in batch]
+        places = within(found.each, sizes[0], mode)
+        _, counts = np.unique(places[places >= 0], return_counts=True)
+        return math.prod(others) * int(counts.max(initial=0))
 
-def constant(atom: Atom, maker: Mapping[Var, JaxprEqn], jaxpr: Jaxpr) -> np.ndarray | None:
-    """What is made of numbers in the program alone; None of what is not."""
-    made, sources = traced_back(list(filter(is_var, [atom])), maker)
-    eqns = [e for e in jaxpr.eqns if id(e) in made]
-    shapes = [shape_of(v) for e in eqns for v in e.outvars]
-    is_small = all(are_known(shape) and math.prod(shape) <= _MOST for shape in shapes)
-    if sources or not is_small or any(e.effects for e in eqns):
-        return None
-    function, _ = cut_out(jaxpr, eqns, [atom])
-    with jax.ensure_compile_time_eval():
-        [found] = function()
-    return np.asarray(found)
+    def numbers(self, atom: Atom) -> np.ndarray | None:
+        """What is made of numbers in the program alone; None of what is not."""
+        if is_var(atom) and atom in self.closed:
+            return self.closed[atom]
+        made, sources = traced_back(list(filter(is_var, [atom])), self.maker)
+        eqns = [e for e in self.jaxpr.eqns if id(e) in made]
+        shapes = [shape_of(v) for e in eqns for v in e.outvars]
+        is_small = all(are_known(shape) and math.prod(shape) <= _MOST for shape in shapes)
+        if not sources.keys() <= self.closed.keys() or not is_small or any(e.effects for e in eqns):
+            return None
+        function, given = cut_out(self.jaxpr, eqns, [atom])
+        with jax.ensure_compile_time_eval():
+            [found] = function(*(self.closed[v] for v in given))
+        return np.asarray(found)
 
+    def columns(self, indices: Atom) -> list[np.ndarray | None]:
+        """Of each axis that indices are for, their numbers, where the program alone makes them."""
+        parts = [indices]
+        if is_var(indices) and indices in self.maker:
+            made, last = self.maker[indices], len(shape_of(indices)) - 1
+            if made.primitive.name == "concatenate" and made.params["dimension"] == last:
+                parts = made.invars
+        found: list[np.ndarray | None] = []
+        for part in parts:
+            numbers = self.numbers(part)
+            unknown = [None] * shape_of(part)[-1]
+            found += unknown if numbers is None else list(np.moveaxis(numbers, -1, 0))
+        return found
 
-def columns(indices: Atom, maker: Mapping[Var, JaxprEqn], jaxpr: Jaxpr) -> list[np.ndarray | None]:
-    """Of each axis that indices are for, their numbers, where the program alone makes them."""
-    parts = [indices]
-    if is_var(indices) and indices in maker:
-        made, last = maker[indices], len(shape_of(indices)) - 1
-        if made.primitive.name == "concatenate" and made.params["dimension"] == last:
-            parts = made.invars
-    found: list[np.ndarray | None] = []
-    for part in parts:
-        numbers = constant(part, maker, jaxpr)
-        unknown = [None] * shape_of(part)[-1]
-        found += unknown if numbers is None else list(np.moveaxis(numbers, -1, 0))
-    return found
+    def _in_order(self, indices: Var) -> _Numbers | None:
+        """The numbers of a variable, if they are in an order."""
+        made, _ = traced_back([indices], self.maker)
+        known: dict[Var, _Numbers] = {}
+        for eqn in (e for e in self.jaxpr.eqns if id(e) in made):
+            for v in filter(_is_whole, eqn.outvars):
+                if numbers := _made(v, eqn, known):
+                    known[v] = numbers
+        found = known.get(indices)
+        return found if found and found.order else None
 
 
 def _counted(
@@ -142,18 +156,6 @@ def within(places: np.ndarray, size: int, mode: lax.GatherScatterMode) -> np.nda
     if mode == lax.GatherScatterMode.CLIP:
         return np.clip(places, 0, size - 1)
     return np.where((places >= 0) & (places < size), places, -1)
-
-
-def _read(indices: Var, maker: Mapping[Var, JaxprEqn], jaxpr: Jaxpr) -> _Numbers | None:
-    """The numbers of a variable, if they are in an order."""
-    made, _ = traced_back([indices], maker)
-    known: dict[Var, _Numbers] = {}
-    for eqn in (e for e in jaxpr.eqns if id(e) in made):
-        for v in filter(_is_whole, eqn.outvars):
-            if numbers := _made(v, eqn, known):
-                known[v] = numbers
-    found = known.get(indices)
-    return found if found and found.order else None
 
 
 def _made(v: Var, eqn: JaxprEqn, known: Mapping[Var, _Numbers]) -> _Numbers | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,10 @@ class Planner:
     # Whether products without a mark are in float8, if they are large; None: none is.
     float8_by_size: bool | None = None
     once: bool = False  # whether nobody differentiates what is planned
+    # The integers that the program closes over.
+    closed: Mapping[Var, np.ndarray] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
     # That the program is inside of, the outermost first.
     calls: tuple[JaxprEqn, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
@@ -79,9 +83,10 @@ class Planner:
             known.reaches,
             self.is_summed_wide,
             self.half,
+            self.closed,
         )
         is_whole = self.price is not None and is_gradient(jaxpr)
-        program = read(jaxpr, known, self.flow, self.states, self.half, is_whole)
+        program = read(jaxpr, known, self.flow, self.states, self.half, is_whole, self.closed)
         stepping = program.states.steps(jaxpr)
         steps: list[Step] = []
         there = {*jaxpr.constvars, *jaxpr.invars}

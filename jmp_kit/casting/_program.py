@@ -74,7 +74,13 @@ class Program(NamedTuple):
 
 
 def read(
-    jaxpr: Jaxpr, known: Known, flow: Flow, states: States, half: np.dtype, is_gradient: bool
+    jaxpr: Jaxpr,
+    known: Known,
+    flow: Flow,
+    states: States,
+    half: np.dtype,
+    is_gradient: bool,
+    closed: Mapping[Var, np.ndarray],
 ) -> Program:
     """What is known of a jaxpr.
 
@@ -83,6 +89,7 @@ def read(
       states: the analysis of state, where it is called.
       half: the dtype of products without a mark.
       is_gradient: whether it holds a backward pass that may be planned.
+      closed: the integers that it closes over.
     """
     depending = flow.depending(jaxpr, known.depends)
     origins = states.origins(jaxpr, known.origins, depending)
@@ -105,7 +112,7 @@ def read(
         convolved=convolved(jaxpr.eqns, in_half, uses, depending.__contains__),
         scattered={v for e in jaxpr.eqns if scatters(e) for v in e.outvars},
         begun=begun(jaxpr.eqns, constant, reaching, uses),
-        put=put(jaxpr),
+        put=put(jaxpr, closed),
         compared=compared(jaxpr.eqns),
         whole=mirrored.whole(jaxpr, known.whole, origins, depending),
         taken=flow.taken_by_others(jaxpr),

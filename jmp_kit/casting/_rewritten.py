@@ -1,9 +1,9 @@
 """A program rewritten before it is planned: for float8, and for what its backward pass takes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._chosen import asked
 from jmp_kit.casting._deviations import without_their_sums
@@ -47,6 +47,7 @@ def repeated(
     reaches: Sequence[bool],
     is_summed_wide: bool,
     half: np.dtype,
+    closed: Mapping[Var, np.ndarray],
 ) -> tuple[Jaxpr, list[list[JaxprEqn]]]:
     """The program and its parts, its backward pass with equations that make again what it takes.
 
@@ -56,6 +57,7 @@ def repeated(
       reaches: of each result, whether a product can be reached from it.
       is_summed_wide: whether gradients of weights are, or sums over all rounds would be rounded.
       half: the dtype of products without a mark.
+      closed: the integers that it closes over.
     """
     if price is None or not is_gradient(jaxpr):
         jaxpr = fixed_scans_first(jaxpr, flow, depends)
@@ -63,7 +65,7 @@ def repeated(
     jaxpr = repeating_scans(fixed_scans_first(inlined(jaxpr), flow, depends), flow, depends)
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)
-    jaxpr = asked(added_up(pooled(jaxpr)))
+    jaxpr = asked(added_up(pooled(jaxpr), closed), closed)
     jaxpr, signed = signs_of_results(jaxpr, flow, _is_late)
     jaxpr, divided = undone(jaxpr, flow, _is_late)
     jaxpr = shared(without_their_sums(jaxpr, _is_late), _is_late)

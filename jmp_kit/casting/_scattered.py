@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.casting._places import constant, most_at_one_place, within
+from jmp_kit.casting._places import Places, within
 from jmp_kit.casting._worth import FEW
 from jmp_kit.programs._jaxpr import (
     cast,
@@ -41,18 +41,22 @@ class _Steps(NamedTuple):
     places: slice
 
 
-def added_up(jaxpr: Jaxpr) -> Jaxpr:
-    """The program, nothing in it scattered to known places in even steps."""
-    maker = {v: e for e in jaxpr.eqns for v in e.outvars}
+def added_up(jaxpr: Jaxpr, closed: Mapping[Var, np.ndarray]) -> Jaxpr:
+    """The program, nothing in it scattered to known places in even steps.
+
+    Args:
+      closed: the integers that it closes over.
+    """
+    known = Places(jaxpr, closed)
 
     def of(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-        if eqn.primitive.name != "scatter-add" or not _is_along_one_axis(eqn, maker):
+        if eqn.primitive.name != "scatter-add" or not _is_along_one_axis(eqn, known.maker):
             yield eqn
             return
         operand, indices, updates = eqn.invars
         dimensions = eqn.params["dimension_numbers"]
         [axis] = dimensions.scatter_dims_to_operand_dims
-        size, places = shape_of(operand)[axis], constant(indices, maker, jaxpr)
+        size, places = shape_of(operand)[axis], known.numbers(indices)
         steps = [] if places is None else _steps(within(places[:, 0], size, eqn.params["mode"]))
         if not 0 < len(steps) <= FEW:
             yield eqn
@@ -69,17 +73,16 @@ def added_up(jaxpr: Jaxpr) -> Jaxpr:
     return jaxpr.replace(eqns=[e for eqn in jaxpr.eqns for e in of(eqn)])
 
 
-def put(jaxpr: Jaxpr) -> set[Var]:
+def put(jaxpr: Jaxpr, closed: Mapping[Var, np.ndarray]) -> set[Var]:
     """What is put among zeros, or added up there, of no more than two to one place.
 
     The sum of two halves is rounded once, like that in float32.
     """
-    maker = {v: e for e in jaxpr.eqns for v in e.outvars}
-    found = [e for e in jaxpr.eqns if e.primitive.name in _PUTS and begins_with_zeros(e, maker)]
+    known = Places(jaxpr, closed)
+    puts = (e for e in jaxpr.eqns if e.primitive.name in _PUTS)
+    found = [e for e in puts if begins_with_zeros(e, known.maker)]
     return {
-        e.outvars[0]
-        for e in found
-        if e.primitive.name == "scatter" or most_at_one_place(e, jaxpr) <= 2
+        e.outvars[0] for e in found if e.primitive.name == "scatter" or known.most_at_one(e) <= 2
     }
 
 

@@ -11,9 +11,9 @@ from jax import lax
 
 import jmp_kit
 from jmp_kit import autocast
-from jmp_kit.casting import _program
+from jmp_kit.casting import _casting, _program
 from jmp_kit.casting._inline import inlined
-from jmp_kit.casting._places import most_at_one_place, within
+from jmp_kit.casting._places import Places, within
 from tests.casting.rewriting import assert_devices_learn_the_same
 from tests.casting.stream import step_of
 from tests.casting.zoo import mean_square
@@ -110,23 +110,23 @@ UNKNOWN = {
 X = jax.random.normal(jax.random.key(0), (4, SIZE, WIDTH))
 
 
-def scattered(look_up):
-    """The gradient's scatter, and the equations around."""
+def known_of(look_up):
+    """The most at one place of the gradient's scatter."""
     noise = jnp.zeros((4, SIZE))
     fun = jax.grad(lambda x, noise: jnp.sum(jnp.sin(look_up(x, noise))))
     jaxpr = inlined(jax.make_jaxpr(fun)(X, noise).jaxpr)
     [eqn] = (e for e in jaxpr.eqns if e.primitive.name == "scatter-add")
-    return eqn, jaxpr
+    return Places(jaxpr, {}).most_at_one(eqn)
 
 
 @pytest.mark.parametrize(("look_up", "most"), KNOWN.values(), ids=KNOWN)
 def test_the_most_at_one_place(look_up, most):
-    assert most_at_one_place(*scattered(look_up)) == most
+    assert known_of(look_up) == most
 
 
 @pytest.mark.parametrize("look_up", UNKNOWN.values(), ids=UNKNOWN)
 def test_what_is_not_known(look_up):
-    assert most_at_one_place(*scattered(look_up)) == math.inf
+    assert known_of(look_up) == math.inf
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -152,7 +152,7 @@ def test_of_any_number_nothing_is_known(size):
 
     jaxpr = inlined(jax.make_jaxpr(jax.grad(loss_fn))(x, noise).jaxpr)
     [eqn] = (e for e in jaxpr.eqns if e.primitive.name == "scatter-add")
-    assert most_at_one_place(eqn, jaxpr) == math.inf
+    assert Places(jaxpr, {}).most_at_one(eqn) == math.inf
 
 
 def test_places_outside_are_nowhere_or_at_the_ends():
@@ -160,6 +160,34 @@ def test_places_outside_are_nowhere_or_at_the_ends():
     modes = lax.GatherScatterMode
     assert list(within(places, 8, modes.FILL_OR_DROP)) == [-1, 0, 7, -1, -1]
     assert list(within(places, 8, modes.CLIP)) == [0, 0, 7, 7, 7]
+
+
+POSITIONS = np.arange(12)
+
+# Of x[12, 32, WIDTH].
+CLOSED = {
+    "themselves": lambda x, i: jnp.take_along_axis(x, 2 * POSITIONS[None, :, None], 1),
+    "beside others": lambda x, i: x[POSITIONS, i],
+    "relative": lambda x, i: jnp.take_along_axis(
+        x, (POSITIONS - POSITIONS[:, None] + 11)[..., None], 1
+    ),
+}
+
+
+@pytest.mark.parametrize("look_up", CLOSED.values(), ids=CLOSED)
+def test_integers_of_numpy_are_known(look_up, monkeypatch):
+    """They are no part of the program, but there while it is planned."""
+
+    def loss_fn(w, x, i):
+        return mean_square(jnp.tanh(look_up(x @ w, i)) @ jnp.eye(WIDTH))
+
+    def scattered():
+        step = autocast(jax.grad(loss_fn), "mixed_bfloat16")
+        return scatters_of(step, jnp.eye(WIDTH), jnp.tile(X, (3, 4, 1)), jnp.arange(12) % 3)
+
+    assert "f32" not in scattered()
+    monkeypatch.setattr(_casting, "_integers", lambda *_: [])
+    assert "f32" in scattered()
 
 
 def sorted_experts(params, x):
@@ -222,7 +250,7 @@ def test_gradients_are_those_of_float32_sums_and_scattered_in_half(
     kinds = scatters_of(step, params, x)
     assert "f32" not in kinds
     assert kinds.count({"bfloat16": "bf16", "float16": "f16"}[half]) >= 2
-    monkeypatch.setattr(_program, "put", lambda _: set())
+    monkeypatch.setattr(_program, "put", lambda *_: set())
     step = autocast(jax.grad(loss_fn), f"mixed_{half}")
     assert "f32" in scatters_of(step, params, x)
     wanted = jax.grad(loss_fn)(params, x)
@@ -276,7 +304,7 @@ def test_no_cotangent_of_relative_positions_is_written_in_float32_for_an_h200(mo
         return jmp_kit.numerics.traffic(step, params, x, target="h200")
 
     found = traffic()
-    monkeypatch.setattr(_program, "put", lambda _: set())
+    monkeypatch.setattr(_program, "put", lambda *_: set())
     before = traffic()
     scores = 4 * words * words
     assert found.wide <= before.wide - 2 * scores
@@ -294,7 +322,7 @@ def test_no_cotangent_of_sorted_words_is_written_in_float32_for_an_h200(monkeypa
         return jmp_kit.numerics.traffic(step, params, x, target="h200")
 
     found = traffic()
-    monkeypatch.setattr(_program, "put", lambda _: set())
+    monkeypatch.setattr(_program, "put", lambda *_: set())
     before = traffic()
     activation = 4 * 8192 * 512
     assert found.wide <= before.wide - 4 * activation
