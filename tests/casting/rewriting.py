@@ -29,6 +29,13 @@ def holds(primitive, fun, *args):
     return any(eqn.primitive.name == primitive for eqn, _ in eqns)
 
 
+def gradient_error(loss_fn, *args):
+    """How far gradients in half are from those in float32, of the parameters that are farthest."""
+    found = jax.jit(autocast(jax.grad(loss_fn), "mixed_bfloat16"))(*args)
+    pairs = zip(*map(jax.tree.leaves, (found, jax.grad(loss_fn)(*args))), strict=True)
+    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
+
+
 def assert_devices_learn_the_same(loss_fn, params, x):
     """Eight that share a batch, as one alone."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

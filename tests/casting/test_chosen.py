@@ -14,7 +14,12 @@ import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import _rewritten
 from jmp_kit.casting._chosen import asked
-from tests.casting.rewriting import assert_devices_learn_the_same, holds, rewritten
+from tests.casting.rewriting import (
+    assert_devices_learn_the_same,
+    gradient_error,
+    holds,
+    rewritten,
+)
 from tests.casting.stream import step_of
 
 ROWS, COLUMNS, SIZE = 5, 4, 7
@@ -156,14 +161,9 @@ def test_what_is_sure_of_its_labels_learns_as_with_float32_sums(monkeypatch):
         logits = jnp.tanh(x @ params["in"]) @ params["out"] + 12 * jax.nn.one_hot(labels, 32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-    def error():
-        found = jax.jit(autocast(jax.grad(sure), "mixed_bfloat16"))(params, x)
-        pairs = zip(*map(jax.tree.leaves, (found, jax.grad(sure)(params, x))), strict=True)
-        return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
-
-    found = error()
+    found = gradient_error(sure, params, x)
     monkeypatch.setattr(_rewritten, "asked", lambda jaxpr, _: jaxpr)
-    assert found <= min(0.05, 1.02 * error())
+    assert found <= min(0.05, 1.02 * gradient_error(sure, params, x))
 
 
 def test_devices_that_share_rows_learn_the_same():

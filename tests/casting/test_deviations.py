@@ -13,7 +13,7 @@ from jmp_kit import autocast
 from jmp_kit.casting import _rewritten
 from jmp_kit.casting._deviations import without_their_sums
 from jmp_kit.casting._inline import inlined
-from tests.casting.rewriting import assert_devices_learn_the_same, rewritten
+from tests.casting.rewriting import gradient_error, rewritten
 from tests.casting.stream import step_of
 from tests.casting.test_shapes import network, parameters
 
@@ -138,21 +138,9 @@ def test_of_any_number_they_are_summed_up():
 
 def test_gradients_of_a_network_are_as_good(monkeypatch):
     params, x = parameters(8), jax.random.normal(jax.random.key(2), (16, 16, 16, 8))
-    wanted = jax.grad(network)(params, x)
-
-    def error():
-        found = jax.jit(autocast(jax.grad(network), "mixed_bfloat16"))(params, x)
-        pairs = zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
-        return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
-
-    found = error()
+    found = gradient_error(network, params, x)
     monkeypatch.setattr(_rewritten, "without_their_sums", lambda jaxpr, _: jaxpr)
-    assert found <= 1.05 * error()
-
-
-def test_devices_that_share_a_batch_learn_the_same():
-    x = jax.random.normal(jax.random.key(2), (16, 8, 8, 8))
-    assert_devices_learn_the_same(network, parameters(8), x)
+    assert found <= 1.05 * gradient_error(network, params, x)
 
 
 H200 = jmp_kit.numerics.TARGETS["h200"]

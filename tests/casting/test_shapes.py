@@ -15,7 +15,7 @@ from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._matrices import ELEMENTWISE, RESHAPES
 from jmp_kit.casting._shapes import Shaped, in_one_shape
 from jmp_kit.programs._jaxpr import is_var, shape_of
-from tests.casting.rewriting import assert_devices_learn_the_same
+from tests.casting.rewriting import assert_devices_learn_the_same, gradient_error
 from tests.casting.stream import step_of
 from tests.casting.zoo import mean_square
 
@@ -163,16 +163,9 @@ def parameters(channels):
 
 def test_gradients_are_as_good(monkeypatch):
     params, x = parameters(8), jax.random.normal(jax.random.key(2), (16, 16, 16, 8))
-    wanted = jax.grad(network)(params, x)
-
-    def error():
-        found = jax.jit(autocast(jax.grad(network), "mixed_bfloat16"))(params, x)
-        pairs = zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
-        return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
-
-    found = error()
+    found = gradient_error(network, params, x)
     monkeypatch.setattr(_passes, "in_one_shape", lambda eqns: Shaped(eqns, {}))
-    assert found <= 1.05 * error()
+    assert found <= 1.05 * gradient_error(network, params, x)
 
 
 def test_devices_that_share_a_batch_learn_the_same():
