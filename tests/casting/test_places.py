@@ -167,6 +167,13 @@ POSITIONS = np.arange(12)
 # Of x[12, 32, WIDTH].
 CLOSED = {
     "themselves": lambda x, i: jnp.take_along_axis(x, 2 * POSITIONS[None, :, None], 1),
+    "as they are": lambda x, _: lax.gather(
+        x,
+        POSITIONS[::-1, None].copy(),
+        lax.GatherDimensionNumbers((1, 2), (0,), (0,)),
+        (1, *x.shape[1:]),
+        mode="clip",
+    ),
     "beside others": lambda x, i: x[POSITIONS, i],
     "relative": lambda x, i: jnp.take_along_axis(
         x, (POSITIONS - POSITIONS[:, None] + 11)[..., None], 1
