@@ -154,7 +154,7 @@ def _apart(
 
     Args:
       behind: what is behind a barrier. XLA takes two of the same values for one.
-      numbers: see `_part`. XLA takes two choices from the same one for one.
+      numbers: see `_part`. XLA takes two choices between the same values for one.
     """
     apart = tuple(piece.apart)
     if not apart:

@@ -8,14 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jmp_kit
-from jmp_kit import autocast
 from jmp_kit.casting import _rewritten
 from jmp_kit.casting._deviations import without_their_sums
 from jmp_kit.casting._inline import inlined
 from tests.casting.rewriting import gradient_error, rewritten
-from tests.casting.stream import step_of
-from tests.casting.test_shapes import network, parameters
+from tests.casting.test_shapes import (
+    ACTIVATION,
+    H200,
+    network,
+    parameters,
+    traffic_for_an_h200,
+)
 
 X = jax.random.normal(jax.random.key(0), (3, 5, 8)) + 1
 GIVEN = X[:, :1]
@@ -143,19 +146,9 @@ def test_gradients_of_a_network_are_as_good(monkeypatch):
     assert found <= 1.05 * gradient_error(network, params, x)
 
 
-H200 = jmp_kit.numerics.TARGETS["h200"]
-
-
 @pytest.mark.filterwarnings("default")
 @pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
 def test_nothing_is_read_for_them_by_an_h200(monkeypatch):
-    params = jax.eval_shape(lambda: parameters(64))
-    x = jax.ShapeDtypeStruct((64, 64, 64, 64), jnp.float32)
-
-    def moved():
-        step = autocast(step_of(network), "mixed_bfloat16")
-        return jmp_kit.numerics.traffic(step, params, x, target="h200").nbytes
-
-    found = moved()
+    found = traffic_for_an_h200().nbytes
     monkeypatch.setattr(_rewritten, "without_their_sums", lambda jaxpr, _: jaxpr)
-    assert found <= moved() - 2 * 2 * 64**4 * 0.9
+    assert found <= traffic_for_an_h200().nbytes - 2 * 2 * ACTIVATION * 0.9

@@ -174,19 +174,21 @@ def test_devices_that_share_a_batch_learn_the_same():
 
 
 H200 = jmp_kit.numerics.TARGETS["h200"]
+ACTIVATION = 64**4  # values
+
+
+def traffic_for_an_h200():
+    """Of a step of the network, its activations of 64 images."""
+    params = jax.eval_shape(lambda: parameters(64))
+    x = jax.ShapeDtypeStruct((64, 64, 64, 64), jnp.float32)
+    step = autocast(step_of(network), "mixed_bfloat16")
+    return jmp_kit.numerics.traffic(step, params, x, target="h200")
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
 def test_nothing_is_computed_for_each_shape_for_an_h200(monkeypatch):
-    params = jax.eval_shape(lambda: parameters(64))
-    x = jax.ShapeDtypeStruct((64, 64, 64, 64), jnp.float32)
-
-    def traffic():
-        step = autocast(step_of(network), "mixed_bfloat16")
-        return jmp_kit.numerics.traffic(step, params, x, target="h200")
-
-    found, activation = traffic(), 4 * 64**4
-    assert found.wide <= 0.1 * activation
+    found = traffic_for_an_h200()
+    assert found.wide <= 0.1 * 4 * ACTIVATION
     monkeypatch.setattr(_passes, "in_one_shape", lambda eqns: Shaped(eqns, {}))
-    assert found.nbytes <= traffic().nbytes - 2.5 * activation
+    assert found.nbytes <= traffic_for_an_h200().nbytes - 2.5 * 4 * ACTIVATION
