@@ -1,7 +1,8 @@
 """Equations written so that XLA makes good kernels of them on GPUs; elsewhere as they were.
 
-- A sum along rows that goes back into them: XLA makes one kernel of a row where it recognises the
-  difference of a row and its sum, and `max(x - (x - sum(x)))` is that sum.
+- Sums along rows that go back into them: XLA makes one kernel of a row where it recognises the
+  difference of a row and its sum, and `max(x - (x - sum(x)))` is that sum. One is enough, the last:
+  the kernel takes in those before.
 - Two sums over the same axes are the real and the imaginary part of one: XLA does not compute what
   both are made of twice, but writes it.
 - A sum that gives few results is taken in two stages, the first of which gives more.
@@ -37,14 +38,15 @@ _LARGE = 2**22
 
 
 def rows(eqns: Sequence[JaxprEqn], found: Set[Var]) -> Iterator[JaxprEqn]:
-    """The equations, with these sums along rows written for XLA to see what they are.
+    """The equations, the last of these sums along rows written for XLA to see what it is.
 
     XLA takes a sign out of a sum, and then does not recognise it: it is taken out before.
     """
     negations = {e.outvars[0]: e for e in eqns if e.primitive.name == "neg"}
+    added = [e for e in eqns if e.primitive.name == "reduce_sum" and is_float32(e.outvars[0])]
+    last = [e for e in added if e.outvars[0] in found][-1:]
     for eqn in eqns:
-        is_sum = eqn.primitive.name == "reduce_sum" and is_float32(eqn.outvars[0])
-        if not is_sum or eqn.outvars[0] not in found:
+        if eqn not in last:
             yield eqn
         elif negation := negations.get(eqn.invars[0]):
             total = Var(eqn.outvars[0].aval)
