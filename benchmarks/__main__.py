@@ -23,6 +23,7 @@ from benchmarks import (
     ceiling,
     cost,
     gpt,
+    gradients,
     language,
     mlp,
     optimizer,
@@ -42,10 +43,13 @@ BENCHMARKS: dict[str, Any] = {
     "pieces": pieces,
     "cost": cost,
     "optimizer": optimizer,
+    "gradients": gradients,
     "accuracy": accuracy,
     "language": language,
     "wire": wire,
 }
+
+IN_FULL_ON_CPUS = (accuracy, gradients, language, programs, wire)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -79,7 +83,7 @@ def measure_all(names: list[str], only: re.Pattern[str], options: argparse.Names
     on_cpu = jax.default_backend() == "cpu"
     for name in names:
         module = BENCHMARKS[name]
-        tiny = options.tiny or (on_cpu and module not in (accuracy, language, programs, wire))
+        tiny = options.tiny or (on_cpu and module not in IN_FULL_ON_CPUS)
         if tiny and not options.tiny:
             console.print(f"{name} takes toys, without a GPU: it shows that it runs, and no speed.")
         rows = module.run(results.Options(tiny, options.steps, only))

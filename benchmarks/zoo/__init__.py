@@ -1,5 +1,6 @@
 """Models of every kind, in sizes that fill a GPU, in float32 or by hand in a dtype of choice."""
 
+from benchmarks.models import causal_attention
 from benchmarks.zoo import convolutional, decoders, diffusion, recurrent, translation, vision
 from benchmarks.zoo.sized import Model as Model
 from benchmarks.zoo.sized import Sized
@@ -13,8 +14,8 @@ _STAGES = {"stages": (1, 1), "width": 8, "batch": 2, "pixels": 32}
 # No large activation has as many values as a parameter or a batch: `numerics.traffic` would take it
 # for one of these.
 ZOO = {
-    "gpt": Sized(decoders.gpt, {"fused": True}, _WORDS | {"heads": 2}),
-    "gpt plain": Sized(decoders.gpt, {"fused": False}, _WORDS | {"heads": 2}),
+    "gpt": Sized(decoders.gpt, {}, _WORDS | {"heads": 2}),
+    "gpt plain": Sized(decoders.gpt, {"attention": causal_attention}, _WORDS | {"heads": 2}),
     "llama": Sized(decoders.llama, {}, _LLAMA),
     "llama scanned": Sized(decoders.llama, {"scanned": True}, _LLAMA),
     "llama remat": Sized(decoders.llama, {"scanned": True, "remat": True}, _LLAMA),
@@ -40,7 +41,7 @@ ZOO = {
 WIDE = {
     "gpt 1.3B, 4 layers": Sized(
         decoders.gpt,
-        {"fused": True, "layers": 4, "width": 2048, "heads": 16, "batch": 16},
+        {"layers": 4, "width": 2048, "heads": 16, "batch": 16},
         _WORDS | {"heads": 2},
     ),
     "llama 7B, 2 layers": Sized(

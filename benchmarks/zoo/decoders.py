@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import gpt as gpts
-from benchmarks.models import causal_attention
+from benchmarks.models import Attention
 from benchmarks.stand_in import stand_in
 from benchmarks.zoo.experts import Experts
 from benchmarks.zoo.sized import Model, integers, model
 
 
-def gpt(*, fused: bool, **sizes: Any) -> Model:
-    """GPT-2 of 124M parameters; attention is one kernel if it is fused."""
+def gpt(*, attention: Attention = stand_in, **sizes: Any) -> Model:
+    """GPT-2 of 124M parameters."""
     size = dataclasses.replace(gpts.SIZES["gpt 124M"], **{"batch": 16} | sizes)
     tokens = integers(size.batch, size.time)
-    attention = stand_in if fused else causal_attention
     return Model(gpts.task(size, attention), (tokens, tokens))
 
 
@@ -42,6 +41,7 @@ class Llama(nn.Module):
     vocabulary: int = 32_000
     scanned: bool = False
     remat: bool = False
+    attention: Attention = stand_in
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -54,7 +54,7 @@ class Llama(nn.Module):
             axes: dict[str, Any] = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
             block = nn.scan(block, length=self.layers, **axes)
         for _ in range(1 if self.scanned else self.layers):
-            sizes = self.heads, self.groups, self.hidden, self.experts
+            sizes = self.heads, self.groups, self.hidden, self.experts, self.attention
             x, _ = block(self.dtype, *sizes)(x, None)
         x = nn.RMSNorm(dtype=self.dtype)(x)
         return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x)
@@ -68,6 +68,7 @@ class LlamaBlock(nn.Module):
     groups: int
     hidden: int
     experts: int
+    attention: Attention
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
@@ -78,7 +79,7 @@ class LlamaBlock(nn.Module):
         y = norm()(x)
         q = dense((self.heads, width // self.heads))(y)
         k, v = (dense((self.groups, width // self.heads))(y) for _ in range(2))
-        y = stand_in(rotated(q), rotated(k), v)
+        y = self.attention(rotated(q), rotated(k), v)
         x = x + dense(width, axis=(-2, -1))(y)
         y = norm()(x)
         if self.experts:

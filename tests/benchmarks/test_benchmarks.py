@@ -32,6 +32,7 @@ ONLY = {
     "optimizer": "",
     "ceiling": "",
     "programs": "libraries.*: mixer: |other ways: resnet: (jmp|mpx)|cast once|remainders$",
+    "gradients": "mixer|llama$",
     "accuracy": "float32, highest|float16, mixed|bfloat16 only",
     "language": "mixed_float16",
     "wire": "",
@@ -56,7 +57,7 @@ def measured(tmp_path_factory):
 
 
 # What compiles a dozen train steps.
-SLOW = {"gpt", "resnet", "pieces", "cost", "optimizer", "accuracy", "language"}
+SLOW = {"gpt", "resnet", "pieces", "cost", "optimizer", "gradients", "accuracy", "language"}
 
 
 @pytest.mark.parametrize(
@@ -311,6 +312,10 @@ def test_the_first_pages_tell_the_best_and_the_worst_model(page, programs):
         ratios = [row[key] for row in rows]
         assert sentence.format(f"{min(ratios):.2f}", f"{max(ratios):.2f}") in said
     assert sum(row["bytes_moved_ratio"] > 1 for row in rows) == 1
+    rows = report.newest(report.ROOT / "benchmarks" / "results")["gradients"]["rows"]
+    assert {row["contender"] for row in rows} == ZOO.keys()
+    errors = [row["one_line"] / row["by_hand"] for row in rows]
+    assert f"{min(errors):.2f} to {max(errors):.2f} of the error by hand" in said
 
 
 def test_a_recurrent_network_moves_what_its_page_says(programs):

@@ -5,28 +5,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jmp_kit
-from benchmarks.zoo import ZOO, decoders
+from benchmarks.gradients import drawn, near, runnable
+from benchmarks.zoo import ZOO
 from benchmarks.zoo.experts import Experts
 from jmp_kit import autocast
 from tests.casting.test_zoo import distance
 from tests.compiling import OPTIMISED, quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-def drawn(batch, seed=0):
-    """Words and labels, images and noise."""
-
-    def like(key, x):
-        if x.dtype == jnp.int32:
-            return jax.random.randint(key, x.shape, 0, 64)
-        return jax.random.normal(key, x.shape, x.dtype)
-
-    return jax.tree.map(like, optax.tree.split_key_like(jax.random.key(seed), batch), batch)
 
 
 @pytest.mark.parametrize("tiny", quick_or_slow([True, False], [True]))
@@ -42,14 +31,10 @@ def test_losses_and_gradients_are_float32_by_hand_too(name, tiny):
         assert jax.tree.map(jnp.shape, before) == jax.tree.map(jnp.shape, after)
 
 
-# Those whose attention is no kernel, which is only there to be compiled.
-RUN = [name for name in ZOO if not name.startswith(("llama", "experts")) and name != "gpt"]
-
-
-@pytest.mark.parametrize("name", quick_or_slow(RUN, {"mamba"}))
+@pytest.mark.parametrize("name", quick_or_slow(ZOO, {"mamba"}))
 def test_by_hand_the_loss_is_that_of_float32(name):
-    model = ZOO[name].at(tiny=True)
-    batch = drawn(model.batch)
+    model = runnable(name)
+    batch = drawn(model.batch, jax.random.key(0))
     exact, half = (
         jax.jit(model.task.loss(dtype))(*model.task.variables, *batch)[0]
         for dtype in (None, jnp.bfloat16)
@@ -57,21 +42,10 @@ def test_by_hand_the_loss_is_that_of_float32(name):
     assert float(half) == pytest.approx(float(exact), rel=2e-2)
 
 
-def causal(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
-
-
-def shaken(tree, key):
-    """Values beside the first ones, some of which are zeros that hide others."""
-    noise = optax.tree.random_like(key, tree, jax.random.normal)
-    return jax.tree.map(lambda x, dx: x + 0.02 * dx, tree, noise)
-
-
 @pytest.mark.parametrize("name", quick_or_slow(ZOO, {"convnext", "lstm"}))
-def test_gradients_are_no_farther_from_float32_than_by_hand(name, monkeypatch):
+def test_gradients_are_no_farther_from_float32_than_by_hand(name):
     """In four lines and in one. Where words go is decided in float32, as it is by hand."""
-    monkeypatch.setattr(decoders, "stand_in", causal)
-    model = ZOO[name].at(True, batch=8)
+    model = runnable(name, batch=8)
     loss = model.task.loss()
     rules = {"Experts_0/Dense_0": "float32"} if name == "experts" else {}
     half = functools.partial(autocast, policy="mixed_bfloat16", rules=rules)
@@ -91,7 +65,8 @@ def test_gradients_are_no_farther_from_float32_than_by_hand(name, monkeypatch):
     exact, *programs = map(compiled, ways)
     errors = []
     for seed in range(12):
-        args = shaken(params, jax.random.key(seed)), rest, *drawn(model.batch, seed)
+        key, of_batch = jax.random.split(jax.random.key(seed))
+        args = near(params, key), rest, *drawn(model.batch, of_batch)
         wanted, _ = exact(*args)
         errors.append([distance(program(*args)[0], wanted) for program in programs])
     # Where a word's two experts are nearly three, any rounding may choose others.

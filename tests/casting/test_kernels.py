@@ -18,6 +18,7 @@ from jmp_kit.casting._kernels import (
     given_first,
     own_zeros,
     row_sum,
+    rows,
     scattered,
     staged_sum,
     sums,
@@ -40,6 +41,21 @@ def test_a_row_s_sum_shows_what_is_not_finite(wrong):
     x = np.ones((2, 16), np.float32)
     x[0, 3] = wrong
     assert np.array_equal(np.isfinite(row_sum(x)[0]), [False, True])
+
+
+def test_of_sums_along_rows_the_last_is_written_for_xla_to_see():
+    """A kernel that it makes for one takes in the others."""
+
+    def fun(x):
+        first = jnp.sum(x, -1, keepdims=True)
+        return (x - first) * jnp.sum(x * first, -1, keepdims=True)
+
+    jaxpr = opened(jax.make_jaxpr(fun)(jnp.ones((4, 16))))[0]
+    first, last = (e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "reduce_sum")
+    eqns = list(rows(jaxpr.eqns, {first, last}))
+    assert [e.outvars[0] for e in eqns if e.primitive.name == "reduce_sum"] == [first]
+    [shown] = [e for e in eqns if last in e.outvars]
+    assert list(subjaxprs(shown))
 
 
 @pytest.mark.parametrize(("axes", "axis"), [((1, 2), 1), ((1, 2, 4), 2), ((2,), 2), ((0, 2), 2)])
