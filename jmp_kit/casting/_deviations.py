@@ -8,13 +8,13 @@ sum: one more pass over x, for what is rounding errors.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.casting._sums import taken_out
+from jmp_kit.casting._factored import taken_out
 from jmp_kit.programs._flow import ADDS
 from jmp_kit.programs._jaxpr import Atom, equations_of, in_place, is_var, shape_of, taking
 
@@ -61,8 +61,8 @@ def without_their_sums(jaxpr: Jaxpr, is_late: Callable[[JaxprEqn], bool]) -> Jax
 
 def _is_of_deviations(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
     """Whether a sum is of x - mean(x), scaled by what is constant along it."""
-    of, axes, _ = taken_out(eqn, maker)
-    made = maker.get(of)
+    (of, *others), (axes, *_), _ = taken_out(eqn, maker)
+    made = maker.get(of) if not others else None
     if made is None or made.primitive.name != "sub":
         return False
     x, mean = made.invars
@@ -71,23 +71,27 @@ def _is_of_deviations(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
 
 def _is_mean(mean: Atom, x: Atom, axes: tuple[int, ...], maker: Mapping[Var, JaxprEqn]) -> bool:
     """Whether it is the sum of x along these axes divided by their size, each where x has it."""
-    count = math.prod(shape_of(x)[axis] for axis in axes)
-    every = list(range(len(shape_of(x))))
-    kept = [i for i in every if i not in axes]
+    count, whole = math.prod(shape_of(x)[axis] for axis in axes), shape_of(x)
     is_divided = False
+
+    def long(places: Iterable[int]) -> list[int]:
+        return [i for i in places if i >= len(whole) or whole[i] != 1]
+
+    kept = long(i for i in range(len(whole)) if i not in axes)
     while is_var(mean) and mean in maker:
         eqn = maker[mean]
         name, mean = eqn.primitive.name, eqn.invars[0]
         if name == "reduce_sum":
-            return is_divided and mean is x and tuple(eqn.params["axes"]) == axes
+            return is_divided and mean is x and long(eqn.params["axes"]) == list(axes)
         if name in ("div", "mul") and not is_var(eqn.invars[1]):
             by = count if name == "div" else 1 / max(count, 1)
             is_so = not is_divided and np.float32(eqn.invars[1].val) == np.float32(by)
             is_divided = True
         elif name == "broadcast_in_dim":
-            is_so = list(eqn.params["broadcast_dimensions"]) in (kept, every)
+            is_so = long(i for i in eqn.params["broadcast_dimensions"] if i not in axes) == kept
         else:
-            is_so = name == "reshape" and list(shape_of(mean)) == [shape_of(x)[i] for i in kept]
+            sizes = [n for n in shape_of(mean) if n != 1]
+            is_so = name == "reshape" and sizes == [whole[i] for i in kept]
         if not is_so:
             return False
     return False

@@ -59,14 +59,17 @@ def rows(eqns: Sequence[JaxprEqn], found: Set[Var]) -> Iterator[JaxprEqn]:
 def sums(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
     """The equations, the sums among these roots two by two, and in stages.
 
-    All are over the same axes of values of the same shape.
+    All are over the same values in a row, of as many.
     """
     found = [e for e in eqns if e.primitive.name == "reduce_sum" and e.outvars[0] in roots]
     yield from (e for e in eqns if e not in found)
     for i in range(0, len(found), 2):
         pair = found[i : i + 2]
         axes, axis = tuple(pair[0].params["axes"]), _divided(pair[0])
-        function = functools.partial(sums_of, axes=axes, axis=axis, is_one_of_many=len(found) > 2)
+        shapes = [shape_of(e.outvars[0]) for e in pair]
+        function = functools.partial(
+            sums_of, axes=axes, axis=axis, shapes=shapes, is_one_of_many=len(found) > 2
+        )
         yield from _on_gpus(function, pair)
 
 
@@ -124,17 +127,25 @@ def row_sum(x: jax.Array) -> Sequence[jax.Array]:
 
 
 def sums_of(
-    *xs: jax.Array, axes: tuple[int, ...], axis: int | None, is_one_of_many: bool = False
+    *xs: jax.Array,
+    axes: tuple[int, ...],
+    axis: int | None,
+    shapes: Sequence[tuple[int, ...]],
+    is_one_of_many: bool = False,
 ) -> Sequence[jax.Array]:
     """The sums of one or two arrays over these axes, of which one is divided in stages, if any.
 
     Args:
+      axes: of the first array, in whose shape the other is taken.
+      shapes: of the sums.
       is_one_of_many: whether there are others, in pairs: XLA makes one kernel of the same dtypes.
     """
+    xs = tuple(x.reshape(xs[0].shape) for x in xs)
     several = [*xs, jnp.zeros_like(xs[0])] if is_one_of_many else xs
     x = lax.complex(*several[:2]) if len(several) > 1 else xs[0]
     total = jnp.sum(x, axes) if axis is None else staged_sum(x, axes, axis)
-    return [total.real, total.imag][: len(xs)] if len(several) > 1 else [total]
+    parts = [total.real, total.imag] if len(several) > 1 else [total]
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=False)]
 
 
 def staged_sum(x: jax.Array, axes: tuple[int, ...], axis: int) -> jax.Array:

@@ -11,6 +11,9 @@ takes it. Sums over other axes end a pass. How these are written for XLA, `_kern
 """
 
 import collections
+import itertools
+import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -257,7 +260,7 @@ class _Segment:
             return Pass(level, ("statistics",))
         if eqn.primitive.name in _REDUCES and self._is_big(eqn.invars[0]):
             sources = self._fresh(cone)
-            key = eqn.primitive.name, shape_of(eqn.invars[0]), tuple(eqn.params["axes"])
+            key = eqn.primitive.name, *_runs(eqn)
             is_scale = is_rounding(eqn)  # XLA finds it where what is rounded is made
             is_dear = any(map(self._is_dear, cone.eqns))
             is_apart = len(sources) > 1 or (self._is_combined(cone) and not is_scale)
@@ -370,6 +373,14 @@ class _Segment:
             if outside and is_moved and all(map(self.depends, operands)):
                 made.difference_update(eqn.outvars)
                 yield eqn
+
+
+def _runs(eqn: JaxprEqn) -> Iterator[tuple[bool, int]]:
+    """What a reduction goes over: of neighbouring axes that it reduces, or keeps, the size."""
+    shape, axes = shape_of(eqn.invars[0]), eqn.params["axes"]
+    long = ((i in axes, n) for i, n in enumerate(shape) if n != 1)
+    for is_reduced, several in itertools.groupby(long, key=operator.itemgetter(0)):
+        yield is_reduced, math.prod(n for _, n in several)
 
 
 def _is_padded(v: Var) -> bool:

@@ -17,7 +17,7 @@ from jmp_kit.casting._repeat import repeating
 from jmp_kit.casting._scans import repeating_scans
 from jmp_kit.casting._scattered import added_up
 from jmp_kit.casting._signs import signs_of_results
-from jmp_kit.casting._sums import shared
+from jmp_kit.casting._sums import of_one, shared
 from jmp_kit.casting._turned import fronted, turned, with_filters_in_half
 from jmp_kit.casting._undone import undone
 from jmp_kit.programs._flow import Flow
@@ -62,13 +62,14 @@ def repeated(
     if price is None or not is_gradient(jaxpr):
         jaxpr = fixed_scans_first(jaxpr, flow, depends)
         return jaxpr, parts_of(jaxpr.eqns, flow)
-    jaxpr = repeating_scans(fixed_scans_first(inlined(jaxpr), flow, depends), flow, depends)
+    jaxpr = inlined(jaxpr)
+    jaxpr = repeating_scans(fixed_scans_first(jaxpr, flow, depends), flow, depends)
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)
     jaxpr = asked(added_up(pooled(jaxpr), closed), closed)
     jaxpr, signed = signs_of_results(jaxpr, flow, _is_late)
     jaxpr, divided = undone(jaxpr, flow, _is_late)
-    jaxpr = shared(without_their_sums(jaxpr, _is_late), _is_late)
+    jaxpr = shared(of_one(without_their_sums(jaxpr, _is_late), _is_late), _is_late)
     depending = flow.depending(jaxpr, depends)
     uses = uses_of(jaxpr)
     parts = sunk(parts_of(jaxpr.eqns, flow), flow, uses, _is_late)

@@ -11,6 +11,7 @@ Each axis is split as finely as any reshape splits it, and every equation is one
 
 import collections
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -95,7 +96,7 @@ class _Axes:
         for operand in filter(is_var, eqn.invars):
             axes: Sequence[int] = range(len(shape_of(operand)))
             if name in RESHAPES:
-                pairs = list(_groups(eqn))
+                pairs = list(groups_of(eqn))
             elif name == "broadcast_in_dim":
                 pairs = [([i], [axis]) for i, axis in enumerate(eqn.params["broadcast_dimensions"])]
             elif name == "transpose":
@@ -222,15 +223,31 @@ def _reshaped(a: Atom, b: Var, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         yield eqn.replace(invars=[a], outvars=[b], **reshape)
 
 
+def only_reshapes(eqn: JaxprEqn) -> bool:
+    """Whether it gives what it takes, one value after the other, in shapes that are known."""
+    if eqn.primitive.name not in RESHAPES | {"broadcast_in_dim"} or len(eqn.invars) > 1:
+        return False
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    is_known = all(isinstance(n, int) and n > 0 for n in (*before, *after))
+    turns = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
+    return is_known and not turns and math.prod(before) == math.prod(after)
+
+
+def staying(eqn: JaxprEqn) -> dict[int, int]:
+    """Of a reshape, the axes of its result that stay as they are, and which of its operand's."""
+    groups = groups_of(eqn) if only_reshapes(eqn) else []
+    return {after[0]: before[0] for before, after in groups if len(before) == len(after) == 1}
+
+
 def _is_known(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _KNOWN and len(eqn.outvars) == 1
 
 
 def _regroups(eqn: JaxprEqn) -> bool:
-    return any(len(one) != len(other) for one, other in _groups(eqn))
+    return any(len(one) != len(other) for one, other in groups_of(eqn))
 
 
-def _groups(eqn: JaxprEqn) -> Iterator[tuple[list[int], list[int]]]:
+def groups_of(eqn: JaxprEqn) -> Iterator[tuple[list[int], list[int]]]:
     """Which axes a reshape makes of which, but for those of one value."""
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     one, other = (iter([i for i, n in enumerate(s) if n != 1]) for s in (before, after))

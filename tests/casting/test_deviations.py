@@ -53,6 +53,7 @@ SUMMED = {
     "no axes kept": normed((1,), keepdims=False),
     "squares": squares,
     "of each": jax.vmap(normed(1)),
+    "with an axis of one": lambda x: normed((1, 2))(x[:, None]),
     "a variance alone": lambda x: jnp.var(x, 0),
     "a deviation": lambda x: jnp.std(x, (1, 2)),
     "scaled": lambda x: squares(2 * x) * jnp.arange(1.0, 9.0),

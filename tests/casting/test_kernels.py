@@ -70,16 +70,25 @@ def test_two_sums_in_one_are_two_sums(axis, wrong):
     """What is not finite in one does not get into the other."""
     x, y = np.random.default_rng(0).integers(9, size=(2, 4, 16, 3)).astype(np.float32)
     x[1, 2, 0] = wrong
-    found = sums_of(x, y, axes=(0, 1), axis=axis)
+    found = sums_of(x, y, axes=(0, 1), axis=axis, shapes=[(3,), (3,)])
     np.testing.assert_array_equal(found[0], x.sum((0, 1)))
     np.testing.assert_array_equal(found[1], y.sum((0, 1)))
+
+
+def test_two_sums_in_one_are_of_the_same_values_in_a_row():
+    """Of channels, and of groups of channels, neither summed up."""
+    x, y = np.random.default_rng(0).integers(9, size=(2, 4, 16, 6)).astype(np.float32)
+    groups = y.reshape(4, 16, 2, 3)
+    found = sums_of(x, groups, axes=(0, 1), axis=1, shapes=[(6,), (2, 3)])
+    np.testing.assert_array_equal(found[0], x.sum((0, 1)))
+    np.testing.assert_array_equal(found[1], groups.sum((0, 1)))
 
 
 @pytest.mark.parametrize("wrong", [1.0, np.inf, np.nan])
 def test_one_of_many_sums_is_one_of_a_pair(wrong):
     x = np.random.default_rng(0).integers(9, size=(4, 16, 3)).astype(np.float32)
     x[1, 2, 0] = wrong
-    [found] = sums_of(x, axes=(0, 1), axis=None, is_one_of_many=True)
+    [found] = sums_of(x, axes=(0, 1), axis=None, shapes=[(3,)], is_one_of_many=True)
     np.testing.assert_array_equal(found, x.sum((0, 1)))
 
 

@@ -1,5 +1,7 @@
 """Sums over the same values, shared."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jmp_kit.casting._sums import shared
+from jmp_kit.casting._sums import of_one, shared
 from jmp_kit.programs._jaxpr import opened, size_of
 
 SHAPE = 4, 8, 16, 32
@@ -105,6 +107,89 @@ def test_what_nothing_shares_is_left_alone(axes):
 def test_a_forward_pass_is_left_alone():
     jaxpr, _ = opened(jax.make_jaxpr(group_norm_sums)(*drawn(0, SHAPE, (4, 1, 1, 32), SHAPE)))
     assert str(shared(jaxpr, lambda eqn: False)) == str(jaxpr)
+
+
+GROUPS = 4, 4, 2, 16, 32  # of the channels, where they are the second axis
+
+
+def gradients_of_groups(x, y, scale, factor):
+    """Those of a norm of groups of channels: what is summed up comes in one of two shapes."""
+    deviations, image = y.reshape(GROUPS), (0, 2, 3)
+    by_deviations = x * scale
+    return (
+        jnp.sum(x, image),
+        jnp.sum(x * (deviations * factor).reshape(SHAPE), image),
+        jnp.sum(-(by_deviations.reshape(GROUPS) * factor), (2, 3, 4)),
+        jnp.sum(deviations * by_deviations.reshape(GROUPS), (2, 3, 4)),
+    )
+
+
+@pytest.mark.parametrize("is_written_out", [False, True])
+def test_sums_over_groups_of_channels_share_those_over_each(is_written_out):
+    def fun(x, y, scale, factor):
+        if is_written_out:  # axis by axis, as `vmap` does
+            scale = jnp.broadcast_to(jnp.broadcast_to(scale, (8, 16, 32))[None], SHAPE)
+        return gradients_of_groups(x, y, scale, factor)
+
+    args = drawn(0, SHAPE, SHAPE, (8, 1, 1), (4, 4, 1, 1, 1))
+    large, found = rewritten(fun, *args)
+    assert large == [(2, 3), (2, 3)]  # of x, and of x times the deviations
+    for a, b in zip(found, fun(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+PRODUCTS = {
+    "x": lambda x, y, b: x * b,
+    "in groups": lambda x, y, b: (x.reshape(GROUPS) * b.reshape(4, 4, 2, 1, 1)).reshape(SHAPE),
+    "x · y": lambda x, y, b: (x * b) * -y,
+    "y · x in groups": lambda x, y, b: (y.reshape(GROUPS) * (x * b).reshape(GROUPS)).reshape(SHAPE),
+    "x · x / b": lambda x, y, b: x * (x / b),
+    "x⁸": lambda x, y, b: functools.reduce(lambda x, _: x * x, range(3), x * b),
+    "y + x": lambda x, y, b: y + x * b,
+}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(PRODUCTS)), st.sampled_from([*AXES, (2, 3), (0, 2, 3)])),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_sums_of_any_products_are_what_they_were(wanted):
+    def fun(x, y, b):
+        return [jnp.sum(PRODUCTS[name](x, y, b), axes) for name, axes in wanted]
+
+    args = [a / 4 for a in drawn(7, SHAPE, SHAPE, (4, 8, 1, 1))]
+    _, found = rewritten(fun, *args)
+    for a, b in zip(found, fun(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4)
+
+
+def test_a_sum_of_a_sum_is_one():
+    def fun(x):
+        return x.sum(0)[None].sum((2, 3)), x.sum((1, 2)), x.sum(0).sum(-1)[:, None]
+
+    [x] = drawn(0, SHAPE)
+    before, consts = opened(jax.make_jaxpr(fun)(x))
+    jaxpr = of_one(before, lambda eqn: True)
+    sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum"]
+    assert [eqn.params["axes"] for eqn in sums] == [(0, 2, 3), (1, 2), (0, 3)]
+    for a, b in zip(jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(x), fun(x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert str(of_one(before, lambda eqn: False)) == str(before)
+
+
+def test_a_sum_that_others_take_too_is_left_alone():
+    def fun(x):
+        total = x.sum(0)
+        return total.sum(0), total, jnp.exp(x).sum(1).reshape(4, 512).sum(1)
+
+    jaxpr, _ = opened(jax.make_jaxpr(fun)(*drawn(0, SHAPE)))
+    jaxpr = of_one(jaxpr, lambda eqn: True)
+    sums = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum"]
+    assert [eqn.params["axes"] for eqn in sums] == [(0,), (0,), (1,), (1,)]
 
 
 def test_sums_of_sums_and_factors_that_are_sums():
