@@ -1,9 +1,9 @@
 """Where the operand of a ReLU is positive, told by its result, which is stored for a product.
 
     x > 0   -> max(x, 0) > 0
-    x > 0   -> y > 0            y = x where that holds, or else a·x: a leaky ReLU, and x is no norm
+    x > 0   -> y > 0            y = x where that holds, or else a·x: a leaky ReLU
 
-The backward pass of a norm reads what it is a norm of, and makes x again.
+But where x is a norm: its backward pass reads what that is a norm of, and makes x again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,12 +49,13 @@ def signs_of_results(
             eqns.append(taking(eqn, positive))
             continue
         eqns.append(taking(eqn, instead) if is_late(eqn) else eqn)
-        if not any(is_multiplied(v, uses, flow, is_late) for v in eqn.outvars):
+        is_stored = any(is_multiplied(v, uses, flow, is_late) for v in eqn.outvars)
+        if not is_stored or not normed.isdisjoint(filter(is_var, eqn.invars)):
             continue
         mask = _leaky_mask(eqn, maker)
         if is_positive_part(eqn):
             positive[eqn.invars[0]] = eqn.outvars[0]
-        elif mask and any(e and is_late(e) for e in uses[mask]) and eqn.invars[2] not in normed:
+        elif mask and any(e and is_late(e) for e in uses[mask]):
             results.update(eqn.outvars)
             instead[mask] = made = Var(mask.aval)
             of_result = {maker[mask].invars[0]: eqn.outvars[0]}

@@ -47,3 +47,12 @@ def test_other_choices_are_left_alone(name):
     after, before = rewritten(weighted(OTHERS[name]), signs_of_results)
     assert operands_late(after)
     assert_same(after, before)
+
+
+def test_a_relu_asks_for_the_sign_of_its_result_but_of_a_norm():
+    after, before = rewritten(weighted(jax.nn.relu), signs_of_results)
+    assert str(after) != str(before)
+    assert_same(after, before)
+    normed = weighted(lambda z: jax.nn.relu(z / z.std(-1, keepdims=True)))
+    after, before = rewritten(normed, signs_of_results)
+    assert str(after) == str(before)
