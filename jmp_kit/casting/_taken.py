@@ -43,6 +43,7 @@ class ForwardPass:
       streams: what is stored for what takes it in its own segment.
       cut: what is cut from something larger, and may be made again.
       woven: what may be kept in float32, for XLA writes it so in any case.
+      ahead: by identity, the equations that the forward pass takes itself.
     """
 
     def __init__(
@@ -67,10 +68,20 @@ class ForwardPass:
         products = {v for e in self.eqns if flow.is_product(e) for v in e.outvars}
         self.streams = {v for part in parts for v in streams(part, flow, products, uses)}
         self.woven = {v for part in parts for v in woven(part)}
+        self.ahead = set(self._ahead())
 
     def is_late(self, eqn: JaxprEqn) -> bool:
         """Whether it is one of the backward pass."""
         return id(eqn) in self.backward
+
+    def _ahead(self) -> Iterator[int]:
+        """The equations that the forward pass takes itself, and not for derivatives alone."""
+        wanted: set[Var] = set()
+        for eqn in reversed(self.eqns):
+            is_wanted = any(v in wanted or None in self.uses[v] for v in eqn.outvars)
+            if not self.is_late(eqn) and (is_wanted or _is_whole(eqn, self.flow)):
+                wanted.update(filter(is_var, eqn.invars))
+                yield id(eqn)
 
     def _is_made_again(self, v: Var, part: int) -> bool:
         is_free = v in self.early and v not in self.compared
@@ -115,6 +126,9 @@ class ForwardPass:
         is_summed = any(map(_multiplies_a_vector, late))
         is_multiplied = any(self.from_memory(e) and not _multiplies_a_vector(e) for e in late)
         is_stored = v not in self.maker or v in self.streams or len(late) < len(takers)
+        # Beside its products, its own segment takes it as it is stored for them.
+        own = [e for e in self.uses[v] if id(e) in self.ahead and self.part_of[id(e)] == here]
+        is_stored |= 0 < sum(map(self.flow.closes, own)) < len(own)
         is_woven = v in self.woven and not closing
         is_half = bool(closing) or is_product or not (is_woven or is_small(v, self.parts[here]))
         is_half &= is_float32(v)

@@ -261,3 +261,15 @@ def test_a_long_segment():
 
     # The last is kept, for it is there at the peak of memory in any case.
     assert operations(autocast(step_of(loss), "mixed_bfloat16"), "sin") >= 2999
+
+
+def test_what_a_product_and_its_own_segment_take_is_stored_and_not_repeated():
+    """A shortcut beside a norm: both get what is rounded, forward and backward."""
+
+    def loss(w, x):
+        h = jnp.concatenate([x @ w[0], jnp.tanh(x @ w[1])], 0)
+        return mean_square(norm(h) @ w[1] + h @ w[0])
+
+    step = step_of(loss)
+    repeated = autocast(step, "mixed_bfloat16")
+    assert operations(repeated, "concatenate") == operations(step, "concatenate") == 1
