@@ -90,7 +90,7 @@ def _split(
             of, factors = _split(x, axes, maker, depth)
             applied = functools.partial(_applied, operation, left, constant[1])
             return of, [*factors, Factor(applied, left, constant[:1])]
-    if name == "mul" and depth:
+    if name == "mul" and depth and len({shape_of(a) for a in (v, *eqn.invars)}) == 1:
         found = of_product([(a, axes) for a in eqn.invars], maker, depth - 1)
         if found.factors and len(found.of) <= _MOST:
             return list(zip(found.of, found.axes, strict=True)), list(found.factors)

@@ -10,8 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+import jmp_kit
+from jmp_kit import autocast
+from jmp_kit.casting import _rewritten
 from jmp_kit.casting._sums import of_one, shared
 from jmp_kit.programs._jaxpr import opened, size_of
+from tests.casting.stream import step_of
+from tests.casting.zoo import mean_square
 
 SHAPE = 4, 8, 16, 32
 AXES = [(0,), (0, 1), (1, 2), (0, 1, 2), (0, 1, 2, 3)]
@@ -145,6 +150,7 @@ PRODUCTS = {
     "y · x in groups": lambda x, y, b: (y.reshape(GROUPS) * (x * b).reshape(GROUPS)).reshape(SHAPE),
     "x · x / b": lambda x, y, b: x * (x / b),
     "x⁸": lambda x, y, b: functools.reduce(lambda x, _: x * x, range(3), x * b),
+    "x · b²": lambda x, y, b: (x * b) * jnp.sum(b * b, 0, keepdims=True),
     "y + x": lambda x, y, b: y + x * b,
 }
 
@@ -201,3 +207,42 @@ def test_sums_of_sums_and_factors_that_are_sums():
     _, found = rewritten(fun, x)
     for a, b in zip(found, fun(x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4)
+
+
+H200 = jmp_kit.numerics.TARGETS["h200"]
+
+
+def network(params, x):
+    """Norms of groups of channels, these first, as they are written for one image."""
+
+    def normed(x, scale, bias):
+        groups = x.reshape(8, -1, *x.shape[1:])
+        mean, variance = groups.mean((1, 2, 3), keepdims=True), groups.var((1, 2, 3), keepdims=True)
+        y = ((groups - mean) * jax.lax.rsqrt(variance + 1e-5)).reshape(x.shape)
+        scale, bias = (jnp.broadcast_to(v[:, None, None], x.shape) for v in (scale, bias))
+        return scale * y + bias
+
+    def of_one(x):
+        for w, scale, bias, shift in params:
+            y = jax.nn.silu(normed(x, scale, bias))
+            x = jax.lax.conv(y[None], w, (1, 1), "SAME")[0] + bias[:, None, None]
+            x += (shift @ x.mean((1, 2)))[:, None, None]
+        return x
+
+    return mean_square(jax.vmap(of_one)(x))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+@pytest.mark.parametrize("name", ["shared", "of_one"])
+def test_norms_of_channels_that_come_first_are_read_less_on_an_h200(name, monkeypatch):
+    def found():
+        sizes = (64, 64, 3, 3), (64,), (64,), (64, 64), (128, 64, 64, 64)
+        *layer, x = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
+        step = autocast(step_of(network), "mixed_bfloat16")
+        return jmp_kit.numerics.traffic(step, [layer] * 3, x, target="h200")
+
+    with_it = found()
+    assert with_it.wide <= 0.1 * 4 * 128 * 64**3
+    monkeypatch.setattr(_rewritten, name, lambda jaxpr, _: jaxpr)
+    assert with_it.nbytes <= 0.95 * found().nbytes
