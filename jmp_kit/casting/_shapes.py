@@ -230,7 +230,8 @@ def only_reshapes(eqn: JaxprEqn) -> bool:
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     is_known = all(isinstance(n, int) and n > 0 for n in (*before, *after))
     turns = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
-    return is_known and not turns and math.prod(before) == math.prod(after)
+    is_free = not (turns or any(map(is_shared, (*eqn.invars, *eqn.outvars))))
+    return is_known and is_free and math.prod(before) == math.prod(after)
 
 
 def staying(eqn: JaxprEqn) -> dict[int, int]:

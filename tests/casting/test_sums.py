@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import AxisType, PartitionSpec
 
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import _rewritten
 from jmp_kit.casting._sums import of_one, shared
 from jmp_kit.programs._jaxpr import opened, size_of
+from tests.casting.rewriting import assert_devices_learn_the_same
 from tests.casting.stream import step_of
 from tests.casting.zoo import mean_square
 
@@ -230,6 +232,32 @@ def network(params, x):
         return x
 
     return mean_square(jax.vmap(of_one)(x))
+
+
+def drawn_layers():
+    rng = np.random.default_rng(3)
+    sizes = (32, 32, 3, 3), (32,), (32,), (32, 32), (16, 32, 8, 8)
+    *layer, x = [jnp.asarray(rng.normal(size=size) / 3, jnp.float32) for size in sizes]
+    return [layer] * 2, x
+
+
+def test_devices_that_share_a_batch_learn_the_same():
+    assert_devices_learn_the_same(network, *drawn_layers())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_devices_that_hold_parts_of_a_batch_learn_the_same(kind):
+    params, x = drawn_layers()
+    step = jax.jit(autocast(jax.grad(network), "mixed_bfloat16"))
+    alone = step(params, x)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        found = step(
+            jax.device_put(params, jax.NamedSharding(mesh, PartitionSpec())),
+            jax.device_put(x, jax.NamedSharding(mesh, PartitionSpec("data"))),
+        )
+    for a, b in zip(*map(jax.tree.leaves, (found, alone)), strict=True):
+        assert jnp.linalg.norm(jnp.asarray(a) - b) <= 0.01 * jnp.linalg.norm(b)
 
 
 @pytest.mark.filterwarnings("default")
