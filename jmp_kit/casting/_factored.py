@@ -1,7 +1,9 @@
 """A sum of a product, and what is constant along it, taken out of it.
 
-sum(x · b, axes) = sum(x, axes) · b             where b is constant along the axes
-sum(reshape(x), axes) = reshape(sum(x, axes))   where these axes stay as they are
+    sum(x · b, axes) = sum(x, axes) · b             where b is constant along the axes
+    sum(reshape(x), axes) = reshape(sum(x, axes))   where these axes stay as they are
+
+So that sums which are written differently are found to be of the same.
 """
 
 import functools
@@ -71,30 +73,36 @@ def _split(
     v: Var, axes: Axes, maker: Maker, depth: int
 ) -> tuple[list[tuple[Var, Axes]], list[Factor]]:
     """What is multiplied in it, and what is taken out of a sum along these axes."""
-    eqn, left = maker.get(v), left_of(v, axes)
-    name = eqn.primitive.name if eqn else ""
-    if eqn is None or not axes:
-        return [(v, axes)], []
-    if name == "neg":
-        of, factors = _split(eqn.invars[0], axes, maker, depth)
-        return of, [*factors, Factor(functools.partial(_negated, left), left)]
-    stay = staying(eqn)
+    factors: list[Factor] = []
+    while found := _one_of(v, axes, maker):
+        factor, v, axes = found
+        factors = [*factor, *factors]
+    operands = maker[v].invars if v in maker and maker[v].primitive.name == "mul" else []
+    if depth and operands and len({shape_of(a) for a in (v, *operands)}) == 1:
+        inner = of_product([(a, axes) for a in operands], maker, depth - 1)
+        if inner.factors and len(inner.of) <= _MOST:
+            return list(zip(inner.of, inner.axes, strict=True)), [*inner.factors, *factors]
+    return [(v, axes)], factors
+
+
+def _one_of(v: Var, axes: Axes, maker: Maker) -> tuple[list[Factor], Var, Axes] | None:
+    """What makes a value, if the sum may be taken before: what that is, and of what it is made."""
+    eqn = maker.get(v)
+    if eqn is None or not axes or not eqn.invars:
+        return None
+    name, left, stay = eqn.primitive.name, left_of(v, axes), staying(eqn)
     if is_var(eqn.invars[0]) and stay.keys() >= set(axes):
-        return _split(eqn.invars[0], tuple(stay[a] for a in axes), maker, depth)
-    if name not in ("mul", "div"):
-        return [(v, axes)], []
+        return [], eqn.invars[0], tuple(stay[a] for a in axes)
+    if name == "neg":
+        return [Factor(functools.partial(_negated, left), left)], eqn.invars[0], axes
+    pairs = {"mul": [eqn.invars, eqn.invars[::-1]], "div": [eqn.invars]}.get(name, [])
     operation = jnp.multiply if name == "mul" else jnp.divide
-    for x, factor in [eqn.invars] if name == "div" else [eqn.invars, eqn.invars[::-1]]:
+    for x, factor in pairs:
         constant = _constant(factor, axes, maker)
         if is_var(x) and shape_of(x) == shape_of(v) and constant is not None:
-            of, factors = _split(x, axes, maker, depth)
             applied = functools.partial(_applied, operation, left, constant[1])
-            return of, [*factors, Factor(applied, left, constant[:1])]
-    if name == "mul" and depth and len({shape_of(a) for a in (v, *eqn.invars)}) == 1:
-        found = of_product([(a, axes) for a in eqn.invars], maker, depth - 1)
-        if found.factors and len(found.of) <= _MOST:
-            return list(zip(found.of, found.axes, strict=True)), list(found.factors)
-    return [(v, axes)], []
+            return [Factor(applied, left, constant[:1])], x, axes
+    return None
 
 
 def _negated(left: tuple[int, ...], total: Any) -> Any:

@@ -175,6 +175,19 @@ def test_sums_of_any_products_are_what_they_were(wanted):
         np.testing.assert_allclose(a, b, rtol=2e-4)
 
 
+def test_a_value_that_is_scaled_over_and_over():
+    def fun(x):
+        return jnp.sum(functools.reduce(lambda y, _: -y * 1.001, range(1000), x), (0, 1, 2)), x.sum(
+            (0, 1, 2)
+        )
+
+    [x] = drawn(0, SHAPE)
+    large, found = rewritten(fun, x)
+    assert large == [(0, 1, 2)]
+    for a, b in zip(found, fun(x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+
+
 def test_a_sum_of_a_sum_is_one():
     def fun(x):
         return x.sum(0)[None].sum((2, 3)), x.sum((1, 2)), x.sum(0).sum(-1)[:, None]
