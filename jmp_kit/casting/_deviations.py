@@ -75,7 +75,7 @@ def _is_mean(mean: Atom, x: Atom, axes: tuple[int, ...], maker: Mapping[Var, Jax
     is_divided = False
 
     def long(places: Iterable[int]) -> list[int]:
-        return [i for i in places if i >= len(whole) or whole[i] != 1]
+        return [i for i in places if whole[i] != 1]
 
     kept = long(i for i in range(len(whole)) if i not in axes)
     while is_var(mean) and mean in maker:
@@ -88,7 +88,8 @@ def _is_mean(mean: Atom, x: Atom, axes: tuple[int, ...], maker: Mapping[Var, Jax
             is_so = not is_divided and np.float32(eqn.invars[1].val) == np.float32(by)
             is_divided = True
         elif name == "broadcast_in_dim":
-            is_so = long(i for i in eqn.params["broadcast_dimensions"] if i not in axes) == kept
+            places = (i for i in eqn.params["broadcast_dimensions"] if i not in axes)
+            is_so = len(shape_of(eqn.outvars[0])) == len(whole) and long(places) == kept
         else:
             sizes = [n for n in shape_of(mean) if n != 1]
             is_so = name == "reshape" and sizes == [whole[i] for i in kept]
