@@ -136,14 +136,16 @@ def of_one(jaxpr: Jaxpr, is_late: Callable[[JaxprEqn], bool]) -> Jaxpr:
     instead: dict[int, Sequence[JaxprEqn]] = {}
 
     def is_late_sum(eqn: JaxprEqn) -> bool:
-        return eqn.primitive.name == "reduce_sum" and is_late(eqn)
+        is_placed = eqn.params.get("out_sharding") is not None
+        is_sum = eqn.primitive.name == "reduce_sum" and is_float32(eqn.outvars[0])
+        return is_sum and not is_placed and is_late(eqn)
 
     def before(of: Atom, axes: Axes) -> tuple[Atom, Axes, list[JaxprEqn]] | None:
         """Of which value along which axes it is the sum of a sum, and the equations between."""
         eqn = maker.get(of) if is_var(of) and len(uses[of]) == 1 else None
-        if eqn is None:
+        if eqn is None or not eqn.invars:
             return None
-        [operand], first = eqn.invars[:1], ()
+        operand, first = eqn.invars[0], ()
         if is_late_sum(eqn):
             first = tuple(eqn.params["axes"])
             kept = [i for i in range(len(shape_of(operand))) if i not in first]

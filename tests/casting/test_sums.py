@@ -202,6 +202,24 @@ def test_a_sum_of_a_sum_is_one():
     assert str(of_one(before, lambda eqn: False)) == str(before)
 
 
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: jnp.sum(jax.lax.iota(jnp.float32, 64)) + x,
+        lambda x: (x > 0).astype(jnp.int8).sum(0, dtype=jnp.int8).sum(0, dtype=jnp.int8),
+        lambda x: jnp.sum(jnp.ones(SHAPE), 0) * jnp.sum(x[:0].sum((0, 1)), 0),
+    ],
+    ids=["of places", "of integers", "of nothing"],
+)
+def test_sums_of_other_things(fun):
+    [x] = drawn(0, SHAPE)
+    jaxpr, consts = opened(jax.make_jaxpr(fun)(x))
+    jaxpr = shared(of_one(jaxpr, lambda eqn: True), lambda eqn: True)
+    [found] = jaxpr_as_fun(ClosedJaxpr(jaxpr, consts))(x)
+    assert found.dtype == fun(x).dtype
+    np.testing.assert_allclose(found, fun(x), rtol=1e-5)
+
+
 def test_a_sum_that_others_take_too_is_left_alone():
     def fun(x):
         total = x.sum(0)
