@@ -176,10 +176,11 @@ def test_sums_of_any_products_are_what_they_were(wanted):
 
 
 def test_a_value_that_is_scaled_over_and_over():
+    """However often: a program may be a loop that was unrolled."""
+
     def fun(x):
-        return jnp.sum(functools.reduce(lambda y, _: -y * 1.001, range(1000), x), (0, 1, 2)), x.sum(
-            (0, 1, 2)
-        )
+        scaled = functools.reduce(lambda y, _: -y * 1.001, range(1000), x)
+        return scaled.sum((0, 1, 2)), x.sum((0, 1, 2))
 
     [x] = drawn(0, SHAPE)
     large, found = rewritten(fun, x)
