@@ -287,6 +287,10 @@ def _moved_by_fusion(
         for user, i in uses[name]:
             if user.opcode in _PASSES and not user.is_root:
                 picked |= taken(user.name)
+            elif user.opcode == "reduce" and i == 0 and not user.is_root:
+                times = whole[name].size // max(user.results[0].size, 1)
+                parts = taken(user.name).items()
+                picked |= {n: Array(part.dtype, (*part.shape, times)) for n, part in parts}
             elif user.opcode in _PICKS and i == 0:
                 picked |= {user.name: user.results[0]} if user.is_root else taken(user.name)
             elif not (user.opcode in _PUTS and i == 0):  # which is written in place

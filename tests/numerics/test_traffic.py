@@ -393,3 +393,25 @@ def test_what_autocast_adds_at_the_end_of_a_kernel_has_the_line_of_the_rest():
     line = between_products.__code__.co_firstlineno + 2
     more_than_casts = [k for k in found.kernels if not k.name.startswith(("wrapped", "convert"))]
     assert {kernel.source for kernel in more_than_casts} == {f"test_traffic.py:{line}"}
+
+
+ADD = """%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+"""
+
+
+@pytest.mark.parametrize(("cut", "rows"), [("slice={[0:4]}", 4), ("slice={[0:64]}", 64)])
+def test_of_what_is_summed_up_and_cut_only_what_is_summed_up_there_is_read(cut, rows):
+    """A product's parts, say, that a kernel adds up, one of which takes three gates' first."""
+    last = (
+        "%z = f32[] constant(0)\n"
+        "  %s = f32[64]{0} reduce(%n, %z), dimensions={1}, to_apply=%add\n"
+        f"  ROOT %r = f32[{rows}]{{0}} slice(%s), {cut}"
+    )
+    text = CUT.replace("LAST", last).replace("%cut (", ADD + "%cut (", 1)
+    [kernel] = traffic_of(text, "a device").kernels
+    assert kernel.read == rows * 8 * 4
