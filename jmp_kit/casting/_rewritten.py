@@ -64,7 +64,7 @@ def repeated(
         jaxpr = fixed_scans_first(jaxpr, flow, depends)
         return jaxpr, parts_of(jaxpr.eqns, flow)
     jaxpr = without_round_trips(inlined(jaxpr), flow)
-    jaxpr = repeating_scans(fixed_scans_first(jaxpr, flow, depends), flow, depends)
+    jaxpr = repeating_scans(fixed_scans_first(jaxpr, flow, depends), flow, depends, half)
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)
     jaxpr = asked(added_up(pooled(jaxpr), closed), closed)

@@ -5,24 +5,26 @@ is stacked over all rounds. Here only what the rest can be made of is stacked. T
 the rest, round by round; where in a round, `_repeat` decides.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import jax
+import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-from jmp_kit.casting._extrema import compared
 from jmp_kit.casting._inline import inlined
-from jmp_kit.casting._parts import parts_of
-from jmp_kit.casting._taken import makers
-from jmp_kit.casting._worth import is_linear
+from jmp_kit.casting._stacked import cheapest, halves_of, makers_within
 from jmp_kit.programs._flow import Flow, bodies_of
 from jmp_kit.programs._jaxpr import (
     Atom,
     copied,
+    equations_of,
     in_place,
     is_var,
     pruned,
+    retyped,
     scan_counts,
     size_of,
     taking,
@@ -68,17 +70,20 @@ def opened_scan(eqn: JaxprEqn) -> Scan:
     return Scan(eqn, jaxpr, consts, carry, xs, results[:n_carry], results[n_carry:])
 
 
-def repeating_scans(jaxpr: Jaxpr, flow: Flow, depends: Sequence[bool]) -> Jaxpr:
+def repeating_scans(jaxpr: Jaxpr, flow: Flow, depends: Sequence[bool], half: np.dtype) -> Jaxpr:
     """The jaxpr, its scans stacking for their backward pass only what it cannot make again.
 
     Args:
       depends: of each argument, whether it depends on a product.
+      half: the dtype of sums of what products give, which the backward pass takes in their place.
     """
     depending, uses = flow.depending(jaxpr, depends), uses_of(jaxpr)
     replaced: dict[int, JaxprEqn] = {}
     for forward, backward in _pairs(jaxpr, flow, uses):
         operands = [is_var(a) and a in depending for a in forward.invars]
-        both = _stacking_less(opened_scan(forward), opened_scan(backward), flow, operands, uses)
+        both = _stacking_less(
+            opened_scan(forward), opened_scan(backward), flow, operands, uses, half
+        )
         replaced.update(zip((id(forward), id(backward)), both, strict=True))
     return jaxpr.replace(eqns=[replaced.get(id(e), e) for e in jaxpr.eqns])
 
@@ -99,7 +104,12 @@ def _pairs(jaxpr: Jaxpr, flow: Flow, uses: Uses) -> Iterator[tuple[JaxprEqn, Jax
 
 
 def _stacking_less(
-    forward: Scan, backward: Scan, flow: Flow, depends: Sequence[bool], uses: Uses
+    forward: Scan,
+    backward: Scan,
+    flow: Flow,
+    depends: Sequence[bool],
+    uses: Uses,
+    half: np.dtype,
 ) -> tuple[JaxprEqn, JaxprEqn]:
     """Both scans; as they were, if that stacks as little."""
     slices: dict[Var, Var] = {}  # of what is stacked for the backward scan alone
@@ -110,33 +120,45 @@ def _stacking_less(
             slices.setdefault(made, taken[0])
             made_as.update((v, made) for v in (result, *taken))
 
-    maker = _makers(forward, flow, depends, slices.keys())
+    [body] = bodies_of(forward.eqn)
+    inputs = flow.body_inputs(body._replace(jaxpr=forward.jaxpr), depends)
+    depending = flow.depending(forward.jaxpr, inputs)
+    maker = makers_within(forward.jaxpr, flow, depending, _taken_by_others(forward, slices.keys()))
     wanted = [v for v in slices if v in maker]
-    again, sources = traced_back(wanted, maker)
     consts = {v: operand for operand, v in forward.consts}
     sliced: dict[Var, Atom] = {v: operand for operand, v in forward.xs}
+    stays = slices.keys() - maker.keys()
+    halves, sums = halves_of(forward.jaxpr, flow, depending, half)
+    keep = cheapest(wanted, maker, {*stays, *consts, *sliced}, halves, sums)
+    again, sources = traced_back(wanted, maker, keep)
+    new = [v for v in sources if v not in stays]
+    dtypes = {v: half if v in sums else v.aval.dtype for v in sources}
     length = forward.eqn.params["length"]
     stacked = {
-        v: Var(jax.core.ShapedArray((length, *v.aval.shape), v.aval.dtype))
-        for v in sources
-        if v not in slices and v not in consts and v not in sliced
+        v: Var(jax.core.ShapedArray((length, *v.aval.shape), dtypes[v]))
+        for v in new
+        if v not in consts and v not in sliced
     }
     if sum(map(size_of, stacked)) >= sum(map(size_of, wanted)):
         return forward.eqn, backward.eqn
 
     sliced |= stacked
-    here = {v: slices.get(v, Var(v.aval)) for v in sources}
-    new = [v for v in sources if v not in slices]
-    renamed: dict[Var, Atom] = dict(here)
+    here = {v: slices[v] if v in stays else retyped(v, dtypes[v]) for v in sources}
+    rounded = {v: retyped(v, half) for v in stacked if v in sums}
+    wide = {here[v]: Var(v.aval) for v in rounded}
+    renamed: dict[Var, Atom] = {v: wide.get(x, x) for v, x in here.items()}
     copies = [called(copied(e, renamed), forward.eqn) for e in forward.jaxpr.eqns if id(e) in again]
+    widened = [called(e, forward.eqn) for e in _casts(wide, forward.jaxpr)]
     instead = {v: renamed[made] for v, made in made_as.items() if made in maker}
     kept = [called(taking(e, instead), backward.eqn) for e in backward.jaxpr.eqns]
+    casts = list(_casts(rounded, forward.jaxpr))
     less = forward._replace(
+        jaxpr=forward.jaxpr.replace(eqns=[*forward.jaxpr.eqns, *casts]),
         ys=[(result, made) for result, made in forward.ys if result not in instead]
-        + [(result, made) for made, result in stacked.items()]
+        + [(result, rounded.get(made, made)) for made, result in stacked.items()],
     )
     more = backward._replace(
-        jaxpr=backward.jaxpr.replace(eqns=[*copies, *kept]),
+        jaxpr=backward.jaxpr.replace(eqns=[*widened, *copies, *kept]),
         consts=backward.consts + [(consts[v], here[v]) for v in new if v in consts],
         xs=[(operand, v) for operand, v in backward.xs if v not in instead]
         + [(sliced[v], here[v]) for v in new if v in sliced],
@@ -146,31 +168,19 @@ def _stacking_less(
     return less.rebuilt(), more.rebuilt()
 
 
+def _casts(pairs: Mapping[Var, Var], jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations that cast variables to others, named as the last of a jaxpr's."""
+    for v, other in pairs.items():
+        cast = functools.partial(lax.convert_element_type, new_dtype=other.aval.dtype)
+        yield from equations_of(cast, [v], [other], jaxpr.eqns[-1].source_info)
+
+
 def _in_place(
     results: Sequence[tuple[Var, Atom]], instead: Mapping[Var, Atom]
 ) -> list[tuple[Var, Atom]]:
     return [(result, *in_place([made], instead)) for result, made in results]
 
 
-def _makers(
-    scan: Scan, flow: Flow, depends: Sequence[bool], slices: Set[Var]
-) -> dict[Var, JaxprEqn]:
-    """What the backward pass may make again: what other segments or scans take is stored anyway."""
-    jaxpr = scan.jaxpr
-    [body] = bodies_of(scan.eqn)
-    depending = flow.depending(jaxpr, flow.body_inputs(body._replace(jaxpr=jaxpr), depends))
-    others = {a for _, a in scan.ys if is_var(a) and a not in slices}
-    others |= compared(jaxpr.eqns).values
-    parts = parts_of(jaxpr.eqns, flow)
-    linear = {
-        i for i, part in enumerate(parts) if is_linear([e for e in part if not flow.closes(e)])
-    }
-    part_of = {id(e): i for i, part in enumerate(parts) for e in part}
-    uses = uses_of(jaxpr)
-
-    def is_made_again(v: Var, part: int) -> bool:
-        alone = all(use is None or part_of[id(use)] == part for use in uses[v])
-        is_worth_it = alone and v not in others and part not in linear
-        return v not in depending or is_worth_it
-
-    return makers(parts, flow, is_made_again)
+def _taken_by_others(scan: Scan, slices: Set[Var]) -> set[Var]:
+    """What is stacked for others than the backward scan."""
+    return {v for _, v in scan.ys if is_var(v) and v not in slices}

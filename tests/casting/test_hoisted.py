@@ -16,6 +16,7 @@ from jmp_kit.programs import every_equation
 from jmp_kit.programs._jaxpr import scan_counts
 from tests.casting.stream import step_of
 from tests.casting.test_by_hand import COMPILES_AS_TRACED
+from tests.casting.test_stacked import terms_alone
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 WIDTH, BATCH, ROUNDS = 32, 4, 6
@@ -28,6 +29,12 @@ def summed_up(fun, *args):
     eqns = every_equation(jax.make_jaxpr(fun)(*args).jaxpr)
     scans = [e for e, _ in eqns if e.primitive.name == "scan"]
     return [v.aval.shape for e in scans for v in e.outvars[: scan_counts(e)[1]]]
+
+
+@pytest.fixture(autouse=True)
+def no_sums_are_stacked(monkeypatch):
+    """They are rounded once more, which `test_stacked` measures."""
+    monkeypatch.setattr("jmp_kit.casting._scans.halves_of", terms_alone)
 
 
 def in_half(gradient):
