@@ -22,7 +22,7 @@ from jmp_kit.casting._turned import fronted, turned, with_filters_in_half
 from jmp_kit.casting._undone import undone
 from jmp_kit.casting._unmoved import without_round_trips
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import uses_of
+from jmp_kit.programs._jaxpr import pruned, uses_of
 from jmp_kit.programs._marks import as_backward, is_backward, is_rematerialised, stack_of
 
 
@@ -63,7 +63,7 @@ def repeated(
     if price is None or not is_gradient(jaxpr):
         jaxpr = fixed_scans_first(jaxpr, flow, depends)
         return jaxpr, parts_of(jaxpr.eqns, flow)
-    jaxpr = without_round_trips(inlined(jaxpr), flow)
+    jaxpr = without_round_trips(pruned(inlined(jaxpr)), flow)
     jaxpr = repeating_scans(fixed_scans_first(jaxpr, flow, depends), flow, depends, half)
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)

@@ -10,8 +10,10 @@ from jax import lax
 
 import jmp_kit
 from jmp_kit import autocast
+from jmp_kit.casting import plans_of
 from jmp_kit.casting._extrema import compared
 from jmp_kit.casting._inline import inlined
+from jmp_kit.programs import is_backward, stack_of
 from tests.casting.zoo import mean_square
 from tests.compiling import OPTIMISED
 
@@ -124,3 +126,15 @@ def test_what_is_compared_is_what_the_extremum_is_of():
     assert values_and_extrema(joined, x, x) == ([(8, 8)], [()])
     assert values_and_extrema(lambda x: x == x.sum(), x) == ([], [])
     assert values_and_extrema(lambda x: x.max() > 0, x) == ([], [])
+
+
+def test_the_maximum_of_a_softmax_asks_nothing_of_masked_scores():
+    """JAX leaves its derivative in the program, though nothing is made of it."""
+
+    def loss_fn(w, x):
+        scores = jnp.where(x[..., :1] > 0, x @ w, -1e9)  # another mask for each word
+        return mean_square(jax.nn.softmax(scores) @ w @ w)
+
+    [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", W, X)
+    forward = (s for s in plan.every_stored() if not is_backward(stack_of(s.eqn, s.calls)))
+    assert "select_n" not in {s.eqn.primitive.name for s in forward}
