@@ -11,6 +11,7 @@ import collections
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._plan import Barrier, Part, Step
@@ -45,6 +46,7 @@ def _barriers(
     barriers = (step for step in steps if isinstance(step, Barrier) and not step.on_cpus)
     copied = {v for piece in pieces for v in piece.apart}
     copied.update(a for barrier in barriers for a in barrier.eqn.invars if is_var(a))
+    copied.update(v for part in parts for v, dtype in part.summed.items() if dtype == np.float32)
     sharing: dict[tuple[Var, *tuple[Any, ...]], list[Var]] = collections.defaultdict(list)
     for eqn in (eqn for part in parts for eqn, half in part.products if half is not None):
         for operand in _operands(eqn):

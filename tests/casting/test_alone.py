@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import plans_of
-from jmp_kit.casting._plan import Part
+from jmp_kit.casting._plan import Call, Part
 from tests.casting.stream import norm, step_of
 from tests.casting.zoo import mean_square
 
@@ -94,3 +95,28 @@ def test_no_piece_of_a_joined_product_is_copied_for_an_h200(monkeypatch):
     found = nbytes()
     monkeypatch.setattr("jmp_kit.casting._planner.with_products_alone", lambda steps, _: steps)
     assert found <= nbytes() - 2 * 2 * 16 * 1024 * 512
+
+
+def test_what_a_loop_adds_up_is_a_product_of_its_own():
+    """XLA adds in its kernel, and not to a piece of what it has joined."""
+
+    def loss_fn(params, x):
+        def step(h, x):
+            return jnp.tanh(x @ params["in"] + h @ params["again"]), None
+
+        return mean_square(lax.scan(step, jnp.zeros(x.shape[1:]), x)[0])
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+    def counts(width):
+        params = {name: shape(width, width) for name in ("in", "again")}
+        gradient = jax.value_and_grad(loss_fn)
+        [plan] = plans_of(gradient, "mixed_bfloat16", params, shape(8, 2048, width))
+        calls = [step for step in plan.steps if isinstance(step, Call)]
+        steps = [step for call in calls for _, inside in call.bodies for step in inside.steps]
+        alone = [step.alone for step in steps if isinstance(step, Part)]
+        return [n for behind in alone for several in behind.values() for n in several.values()]
+
+    assert counts(1024) == [1]
+    assert counts(512) == []
