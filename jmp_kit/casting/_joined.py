@@ -88,17 +88,18 @@ def joined(
             yield v
 
 
-def added(segment: Sequence[JaxprEqn], products: Set[Var]) -> set[Var]:
+def added(segment: Sequence[JaxprEqn], products: Set[Var], moved: Set[str] = MOVED) -> set[Var]:
     """The sums of what products give and of other values from outside the segment.
 
     Args:
       products: what products give.
+      moved: what that may go through before it is added.
     """
     inside = {v for e in segment for v in e.outvars}
     given, found = set(products), set[Var]()  # what products give also as it is moved
     for eqn in segment:
         operands = list(filter(is_var, eqn.invars))
-        if eqn.primitive.name in MOVED and not given.isdisjoint(operands):
+        if eqn.primitive.name in moved and not given.isdisjoint(operands):
             given.update(eqn.outvars)
         elif eqn.primitive.name in ADDS and len(operands) == 2:
             terms = found | given

@@ -7,10 +7,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import Atom, is_var, opened, size_of, traced_back
-
-# What moves or scales one value.
-_MOVES = {"pad", "mul", "div", "neg", "reshape", "transpose", "squeeze", "convert_element_type"}
+from jmp_kit.programs._jaxpr import Atom, is_var, opened, traced_back
 
 
 def fixed_scans_first(jaxpr: Jaxpr, flow: Flow, depends: Sequence[bool]) -> Jaxpr:
@@ -48,7 +45,7 @@ def _split(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
     for eqn in eqns:
         follows = any(is_var(a) and a in followed for a in eqn.invars)
         closes = flow.closes(eqn)
-        is_apart = _is_alone(eqn, flow)
+        is_apart = is_alone(eqn, flow)
         if is_apart or (closes and follows):
             yield [*segment, *products]
             segment, products, following, followed = following, [], [], set()
@@ -65,7 +62,8 @@ def _split(eqns: Sequence[JaxprEqn], flow: Flow) -> Iterator[list[JaxprEqn]]:
     yield following
 
 
-def _is_alone(eqn: JaxprEqn, flow: Flow) -> bool:
+def is_alone(eqn: JaxprEqn, flow: Flow) -> bool:
+    """Whether it is a part of its own."""
     return acts(eqn) or (not flow.closes(eqn) and flow.is_call(eqn))
 
 
@@ -91,31 +89,26 @@ def split_at(
     return head[::-1], rest[::-1]
 
 
-def sunk(
-    parts: Sequence[Sequence[JaxprEqn]],
+def ahead(
+    eqns: Sequence[JaxprEqn],
     flow: Flow,
     uses: Mapping[Var, Sequence[JaxprEqn | None]],
     is_late: Callable[[JaxprEqn], bool],
-) -> list[list[JaxprEqn]]:
-    """The parts, what only moves or scales a value in the backward pass in the part that takes it.
+) -> set[int]:
+    """By identity, the equations that the forward pass takes itself, and not for derivatives."""
+    wanted: set[Var] = set()
+    found: set[int] = set()
+    for eqn in reversed(eqns):
+        is_wanted = any(v in wanted or None in uses[v] for v in eqn.outvars)
+        if not is_late(eqn) and (is_wanted or is_whole(eqn, flow)):
+            wanted.update(filter(is_var, eqn.invars))
+            found.add(id(eqn))
+    return found
 
-    Where it follows what it moves it would be stored once more, of several projections joined each
-    as large as all.
-    """
-    found = [list(part) for part in parts]
-    part_of = {id(e): i for i, part in enumerate(parts) for e in part}
-    is_alone = [len(part) == 1 and _is_alone(part[0], flow) for part in parts]
-    for i, part in reversed(list(enumerate(parts))):
-        for eqn in reversed(part):
-            takers = [part_of[id(use)] for v in eqn.outvars for use in uses[v] if use is not None]
-            target = min(takers, default=i)
-            is_result = any(use is None for v in eqn.outvars for use in uses[v])
-            stays = target == i or is_result or is_alone[target] or not is_late(eqn)
-            if not stays and _moves(eqn):
-                found[i].remove(eqn)
-                found[target].insert(0, eqn)
-                part_of[id(eqn)] = target
-    return [part for part in found if part]
+
+def is_whole(eqn: JaxprEqn, flow: Flow) -> bool:
+    """Whether it takes its operands from memory: a product, a kernel, a call."""
+    return flow.closes(eqn) or flow.is_call(eqn) or acts(eqn)
 
 
 def living(parts: Sequence[Sequence[JaxprEqn]], results: Sequence[Atom]) -> list[list[JaxprEqn]]:
@@ -130,13 +123,6 @@ def living(parts: Sequence[Sequence[JaxprEqn]], results: Sequence[Atom]) -> list
                 wanted.update(a for a in eqn.invars if is_var(a))
         found.append(left[::-1])
     return [part for part in reversed(found) if part]
-
-
-def _moves(eqn: JaxprEqn) -> bool:
-    """Whether it makes of one value another, no smaller, by moving or scaling it."""
-    operands = [a for a in eqn.invars if is_var(a)]
-    is_one = len(operands) == 1 and size_of(operands[0]) <= size_of(eqn.outvars[0])
-    return is_one and eqn.primitive.name in _MOVES
 
 
 def acts(eqn: JaxprEqn) -> bool:

@@ -11,13 +11,14 @@ from jmp_kit.casting._float8 import in_float8
 from jmp_kit.casting._hoisted import hoisted
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._joined import summed_first
-from jmp_kit.casting._parts import fixed_scans_first, living, parts_of, sunk
+from jmp_kit.casting._parts import fixed_scans_first, living, parts_of
 from jmp_kit.casting._pools import pooled
 from jmp_kit.casting._repeat import repeating
 from jmp_kit.casting._scans import repeating_scans
 from jmp_kit.casting._scattered import added_up
 from jmp_kit.casting._signs import signs_of_results
 from jmp_kit.casting._sums import of_one, shared
+from jmp_kit.casting._sunk import sunk
 from jmp_kit.casting._turned import fronted, turned, with_filters_in_half
 from jmp_kit.casting._undone import undone
 from jmp_kit.casting._unmoved import without_round_trips
@@ -73,7 +74,7 @@ def repeated(
     jaxpr = shared(of_one(without_their_sums(jaxpr, _is_late), _is_late), _is_late)
     depending = flow.depending(jaxpr, depends)
     uses = uses_of(jaxpr)
-    parts = sunk(parts_of(jaxpr.eqns, flow), flow, uses, _is_late)
+    parts = sunk(parts_of(jaxpr.eqns, flow), flow, depending, uses, _is_late)
     parts = list(filter(None, summed_first(parts, flow, uses, _is_late)))
     reaching = flow.reaching(jaxpr, reaches)
     parts = list(repeating(parts, flow, depending, reaching, uses, signed | divided, price))

@@ -8,9 +8,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._again import Value
 from jmp_kit.casting._extrema import compared
-from jmp_kit.casting._joined import MOVED, streams
+from jmp_kit.casting._joined import MOVED, MOVES, added, streams
 from jmp_kit.casting._operands import is_rounding
-from jmp_kit.casting._parts import acts
+from jmp_kit.casting._parts import ahead, is_whole
 from jmp_kit.casting._worth import CUTS, is_kept, normed, reduces, woven
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
@@ -66,22 +66,14 @@ class ForwardPass:
         cuts = (e for e in self.maker.values() if e.primitive.name in {"slice", "split"})
         self.cut = {v for e in cuts for v in e.outvars}
         products = {v for e in self.eqns if flow.is_product(e) for v in e.outvars}
+        self.sums = {v for part in parts for v in added(part, products, MOVES)}
         self.streams = {v for part in parts for v in streams(part, flow, products, uses)}
         self.woven = {v for part in parts for v in woven(part)}
-        self.ahead = set(self._ahead())
+        self.ahead = ahead(self.eqns, flow, uses, self.is_late)
 
     def is_late(self, eqn: JaxprEqn) -> bool:
         """Whether it is one of the backward pass."""
         return id(eqn) in self.backward
-
-    def _ahead(self) -> Iterator[int]:
-        """The equations that the forward pass takes itself, and not for derivatives alone."""
-        wanted: set[Var] = set()
-        for eqn in reversed(self.eqns):
-            is_wanted = any(v in wanted or None in self.uses[v] for v in eqn.outvars)
-            if not self.is_late(eqn) and (is_wanted or _is_whole(eqn, self.flow)):
-                wanted.update(filter(is_var, eqn.invars))
-                yield id(eqn)
 
     def _is_made_again(self, v: Var, part: int) -> bool:
         is_free = v in self.early and v not in self.compared
@@ -90,12 +82,12 @@ class ForwardPass:
     def _is_spared(self, use: JaxprEqn | None, part: int) -> bool:
         if use is None:
             return False
-        is_computed = self.flow.closes(use) or not _is_whole(use, self.flow)
+        is_computed = self.flow.closes(use) or not is_whole(use, self.flow)
         return self.part_of[id(use)] == part or (self.is_late(use) and is_computed)
 
     def from_memory(self, eqn: JaxprEqn) -> bool:
         """Whether it takes its operands from memory."""
-        return _is_whole(eqn, self.flow) or (_is_kept(eqn, self.flow) and not reduces(eqn))
+        return is_whole(eqn, self.flow) or (_is_kept(eqn, self.flow) and not reduces(eqn))
 
     def values(self) -> dict[Hashable, Value]:
         """What the backward pass takes of the forward pass, and what that is made of."""
@@ -147,7 +139,7 @@ class ForwardPass:
             yield Rounded(v), Value([v], nbytes, is_written, False, is_summed, is_multiplied, again)
         else:
             stored = is_stored or bool(closing) or is_woven
-            is_rounded = is_half and not stored
+            is_rounded = is_half and not stored and v not in self.sums
             stored &= not (is_product and self._is_added(v))
             yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
 
@@ -179,7 +171,7 @@ def makers(
         v: e
         for i, part in enumerate(parts)
         for e in part
-        if not _is_whole(e, flow) and not _is_kept(e, flow)
+        if not is_whole(e, flow) and not _is_kept(e, flow)
         for v in e.outvars
         if is_made_again(v, i)
     }
@@ -192,10 +184,6 @@ def _multiplies_a_vector(eqn: JaxprEqn) -> bool:
     sides = zip(eqn.invars, *eqn.params["dimension_numbers"], strict=True)
     shapes = ((shape_of(a), {*contracted, *batch}) for a, contracted, batch in sides)
     return any(all(n == 1 for i, n in enumerate(s) if i not in axes) for s, axes in shapes)
-
-
-def _is_whole(eqn: JaxprEqn, flow: Flow) -> bool:
-    return flow.closes(eqn) or flow.is_call(eqn) or acts(eqn)
 
 
 def _is_kept(eqn: JaxprEqn, flow: Flow) -> bool:

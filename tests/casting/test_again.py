@@ -17,7 +17,7 @@ from jmp_kit.casting._again import Value, kept
 from jmp_kit.casting._parts import living
 from jmp_kit.casting._plan import Part
 from jmp_kit.programs import every_equation, is_backward, stack_of
-from tests.casting.stream import WEIGHTS, X, block, loss_through, step_of
+from tests.casting.stream import WEIGHTS, X, block, loss_through, norm, step_of
 from tests.casting.test_by_hand import COMPILES_AS_TRACED
 from tests.casting.zoo import SQUARE, mean_square
 
@@ -242,6 +242,19 @@ def test_an_associative_scan_keeps_what_it_writes_in_any_case():
     assert (64, 32, 16, 4) in kept_of(1.2)
     assert (64, 64, 16, 4) not in kept_of(1.2)
     assert len(kept_of(1.2)) > len(kept_of("most"))
+
+
+@pytest.mark.parametrize("moved", [jnp.asarray, lambda x: x.swapaxes(0, 1)])
+def test_of_what_products_give_a_sum_is_kept_in_place_of_its_terms(moved):
+    """It is no less exact than they are."""
+
+    def loss_fn(w, x):
+        y = moved(x @ w[0]) + moved(x @ w[1])
+        return mean_logits(norm(y) @ w[2])
+
+    parts = forward_parts(jax.grad(loss_fn), [jnp.ones((32, 32))] * 3, jnp.ones((8, 64, 32)))
+    halves = [s.eqn.primitive.name for part in parts for s in part.stored.values() if s.form]
+    assert halves == ["add", "mul"]  # the norm of it
 
 
 def mean_logits(x):
