@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._factored import taken_out
+from jmp_kit.casting._shapes import only_reshapes
 from jmp_kit.programs._flow import ADDS
 from jmp_kit.programs._jaxpr import Atom, equations_of, in_place, is_var, shape_of, taking
 
@@ -87,12 +88,12 @@ def _is_mean(mean: Atom, x: Atom, axes: tuple[int, ...], maker: Mapping[Var, Jax
             by = count if name == "div" else 1 / max(count, 1)
             is_so = not is_divided and np.float32(eqn.invars[1].val) == np.float32(by)
             is_divided = True
-        elif name == "broadcast_in_dim":
+        elif name == "broadcast_in_dim" and len(shape_of(eqn.outvars[0])) == len(whole):
             places = (i for i in eqn.params["broadcast_dimensions"] if i not in axes)
-            is_so = len(shape_of(eqn.outvars[0])) == len(whole) and long(places) == kept
+            is_so = long(places) == kept
         else:
-            sizes = [n for n in shape_of(mean) if n != 1]
-            is_so = name == "reshape" and sizes == [whole[i] for i in kept]
+            sizes = [[n for n in shape_of(v) if n != 1] for v in (mean, eqn.outvars[0])]
+            is_so = only_reshapes(eqn) and all(s == [whole[i] for i in kept] for s in sizes)
         if not is_so:
             return False
     return False

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit.casting._across import over_axes
 from jmp_kit.casting._chosen import asked
 from jmp_kit.casting._deviations import without_their_sums
 from jmp_kit.casting._float8 import in_float8
@@ -64,7 +65,7 @@ def repeated(
     if price is None or not is_gradient(jaxpr):
         jaxpr = fixed_scans_first(jaxpr, flow, depends)
         return jaxpr, parts_of(jaxpr.eqns, flow)
-    jaxpr = without_round_trips(pruned(inlined(jaxpr)), flow)
+    jaxpr = without_round_trips(over_axes(pruned(inlined(jaxpr))), flow)
     jaxpr = repeating_scans(fixed_scans_first(jaxpr, flow, depends), flow, depends, half)
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)

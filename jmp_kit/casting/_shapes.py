@@ -39,7 +39,7 @@ class Shaped(NamedTuple):
         for v in results:
             name = self.names.get(v, v)
             if name is not v:
-                yield from _reshaped(name, v, maker[name])
+                yield from reshaped(name, v, maker[name])
 
 
 def in_one_shape(eqns: Sequence[JaxprEqn]) -> Shaped:
@@ -167,15 +167,15 @@ class _Axes:
     def _written(self, eqn: JaxprEqn, names: dict[Var, Var]) -> Iterator[JaxprEqn]:
         for a in (a for a in eqn.invars if is_var(a) and a not in names):
             names[a] = self._named(a)
-            yield from _reshaped(a, names[a], eqn)
+            yield from reshaped(a, names[a], eqn)
         if not _is_known(eqn):
             before = {a: Var(a.aval) for a in eqn.invars if is_var(a) and names[a] is not a}
             for a, v in before.items():
-                yield from _reshaped(names[a], v, eqn)
+                yield from reshaped(names[a], v, eqn)
             yield taking(eqn, before)
             for v in eqn.outvars:
                 names[v] = self._named(v)
-                yield from _reshaped(v, names[v], eqn)
+                yield from reshaped(v, names[v], eqn)
             return
         [result] = eqn.outvars
         invars = [names[a] if is_var(a) else a for a in eqn.invars]
@@ -189,7 +189,7 @@ class _Axes:
         """The equation, of operands of these axes."""
         [result], params = eqn.outvars, dict(eqn.params)
         if eqn.primitive.name in RESHAPES:
-            yield from _reshaped(invars[0], name, eqn)
+            yield from reshaped(invars[0], name, eqn)
             return
         if eqn.primitive.name == "broadcast_in_dim":
             axes = params["broadcast_dimensions"]
@@ -206,7 +206,7 @@ class _Axes:
                 shape = self._beside(a, result, axes)
                 if shape != shape_of(x):
                     invars[i] = Var(x.aval.update(shape=shape))
-                    yield from _reshaped(x, invars[i], eqn)
+                    yield from reshaped(x, invars[i], eqn)
         yield eqn.replace(invars=invars, outvars=[name], params=params)
 
     def _beside(self, operand: Var, result: Var, axes: Sequence[int]) -> Shape:
@@ -215,7 +215,7 @@ class _Axes:
         return tuple(n for a, b in pairs for n in (a if len(a) == len(b) else (1,) * len(b)))
 
 
-def _reshaped(a: Atom, b: Var, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+def reshaped(a: Atom, b: Var, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """A value in another shape, if it is another variable."""
     if a is not b:
         params = {"new_sizes": shape_of(b), "dimensions": None, "sharding": None}
