@@ -1,7 +1,15 @@
 """Models of every kind, in sizes that fill a GPU, in float32 or by hand in a dtype of choice."""
 
 from benchmarks.models import causal_attention
-from benchmarks.zoo import convolutional, decoders, diffusion, recurrent, translation, vision
+from benchmarks.zoo import (
+    convolutional,
+    decoders,
+    diffusion,
+    mapped,
+    recurrent,
+    translation,
+    vision,
+)
 from benchmarks.zoo.sized import Model as Model
 from benchmarks.zoo.sized import Sized
 
@@ -35,6 +43,8 @@ ZOO = {
     "convnext": Sized(convolutional.convnext, {}, _STAGES),
     "lstm": Sized(recurrent.lstm, {}, _WORDS),
     "mamba": Sized(recurrent.mamba, {}, _WORDS),
+    "mamba2": Sized(recurrent.mamba2, {}, _WORDS | {"heads": 4}),
+    "mapped": Sized(mapped.mapped, {}, {"widths": (8, 16), "blocks": 1, "batch": 2, "pixels": 8}),
 }
 
 # Those whose products are large enough for float8.

@@ -1,6 +1,7 @@
-"""What goes along time: LSTMs, and a state space by an associative scan."""
+"""What goes along time: LSTMs, and state spaces by an associative scan and in chunks."""
 
 import functools
+import itertools
 from typing import Any
 
 import flax.linen as nn
@@ -20,6 +21,12 @@ def mamba(*, batch: int = 8, time: int = 1024, **sizes: Any) -> Model:
     """A language model whose state decays as its inputs say."""
     tokens = integers(batch, time)
     return model(lambda dtype: Mamba(dtype, **sizes), tokens, tokens)
+
+
+def mamba2(*, batch: int = 8, time: int = 1024, **sizes: Any) -> Model:
+    """The same, its state in heads, and its time in chunks."""
+    tokens = integers(batch, time)
+    return model(lambda dtype: Mamba(dtype, **{"heads": 24, "states": 64} | sizes), tokens, tokens)
 
 
 class LSTM(nn.Module):
@@ -45,7 +52,8 @@ class Mamba(nn.Module):
     dtype: Any
     layers: int = 4
     width: int = 768
-    states: int = 8  # of a channel
+    states: int = 8  # of a channel, or of a head
+    heads: int = 0  # in chunks, if there are any
     vocabulary: int = 32_000
 
     @nn.compact
@@ -54,7 +62,8 @@ class Mamba(nn.Module):
         x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
         for _ in range(self.layers):
             y = nn.RMSNorm(dtype=self.dtype)(x)
-            x = x + StateSpace(self.dtype, 2 * self.width, self.states)(y)
+            sizes = self.dtype, 2 * self.width, self.states
+            x = x + (Chunked(*sizes, self.heads) if self.heads else StateSpace(*sizes))(y)
         x = nn.RMSNorm(dtype=self.dtype)(x)
         return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x)
 
@@ -84,6 +93,75 @@ class StateSpace(nn.Module):
         y = jnp.einsum("btis,bts->bti", state.astype(leave.dtype), leave)
         skip = self.param("skip", nn.initializers.ones, (self.inner,)).astype(u.dtype)
         return dense(x.shape[-1])((y + u * skip) * nn.silu(gate))
+
+
+class Chunked(nn.Module):
+    """Mamba-2's: one decay for each head, so that within a chunk all are products.
+
+    From chunk to chunk it is a scan. Decays and states are float32 by hand too.
+    """
+
+    dtype: Any
+    inner: int
+    states: int
+    heads: int
+    chunk: int = 128
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, time, width] to the same."""
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
+        sizes = self.inner, self.inner + 2 * self.states, self.heads
+        gate, u, step = _cut(dense(sum(sizes))(x), sizes)
+        width = u.shape[-1]
+        conv = nn.Conv(width, (4,), padding="CAUSAL", feature_group_count=width, dtype=self.dtype)
+        u, enter, leave = _cut(nn.silu(conv(u)), (self.inner, self.states, self.states))
+        rate = jnp.exp(self.param("rate", nn.initializers.zeros, (self.heads,)))
+        step = nn.softplus(step.astype(jnp.float32))  # [batch, time, heads]
+
+        chunk = min(self.chunk, x.shape[1])
+        u = u.reshape(*x.shape[:2], self.heads, -1)
+        chunks = (a.reshape(len(x), -1, chunk, *a.shape[2:]) for a in (u, enter, leave, step))
+        y = _in_chunks(rate, *chunks).reshape(u.shape)
+        skip = self.param("skip", nn.initializers.ones, (self.heads, 1)).astype(u.dtype)
+        y = (y + u * skip).reshape(*x.shape[:2], self.inner)
+        return dense(x.shape[-1])(nn.RMSNorm(dtype=self.dtype)(y * nn.silu(gate)))
+
+
+def _in_chunks(
+    rate: jax.Array, u: jax.Array, enter: jax.Array, leave: jax.Array, step: jax.Array
+) -> jax.Array:
+    """What is left of inputs [batch, chunk, time, head, width] at each later time, of all chunks.
+
+    Args:
+      enter, leave: [batch, chunk, time, state].
+      step: [batch, chunk, time, head].
+      rate: [head].
+    """
+    passed = jnp.cumsum(jnp.moveaxis(step * rate, -1, 1), axis=-1)  # [batch, head, chunk, time]
+    between = passed[..., None, :] - passed[..., :, None]
+    is_before = jnp.tril(jnp.ones(between.shape[-2:], bool))
+    decay, to_end, from_start = (
+        jnp.exp(x).astype(u.dtype)
+        for x in (jnp.where(is_before, between, -jnp.inf), passed - passed[..., -1:], -passed)
+    )
+    u = u * step[..., None].astype(u.dtype)
+    scores = jnp.einsum("bcln,bcsn->bcls", leave, enter)[:, None] * decay
+    within = jnp.einsum("bhcls,bcshp->bclhp", scores, u)
+    states = jnp.einsum("bcsn,bhcs,bcshp->cbhpn", enter, to_end, u).astype(jnp.float32)
+    whole = jnp.moveaxis(jnp.exp(-passed[..., -1]), -1, 0)  # [chunk, batch, head]
+
+    def after(state: jax.Array, chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        decay, entered = chunk
+        return decay[..., None, None] * state + entered, state
+
+    _, before = jax.lax.scan(after, jnp.zeros_like(states[0]), (whole, states))
+    return within + jnp.einsum("bcln,cbhpn,bhcl->bclhp", leave, before.astype(u.dtype), from_start)
+
+
+def _cut(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
+    """The last axis in pieces of these sizes."""
+    return jnp.split(x, list(itertools.accumulate(sizes))[:-1], axis=-1)
 
 
 def _after(first: Any, second: Any) -> Any:
