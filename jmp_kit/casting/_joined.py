@@ -99,7 +99,7 @@ def added(segment: Sequence[JaxprEqn], products: Set[Var], moved: Set[str] = MOV
     given, found = set(products), set[Var]()  # what products give also as it is moved
     for eqn in segment:
         operands = list(filter(is_var, eqn.invars))
-        if eqn.primitive.name in moved and not given.isdisjoint(operands):
+        if eqn.primitive.name in MOVED and not given.isdisjoint(operands):
             given.update(eqn.outvars)
         elif eqn.primitive.name in ADDS and len(operands) == 2:
             terms = found | given
@@ -107,6 +107,33 @@ def added(segment: Sequence[JaxprEqn], products: Set[Var], moved: Set[str] = MOV
             from_outside = all(a in terms or a not in inside for a in operands)
             if from_outside and len(sizes) == 1 and not terms.isdisjoint(operands):
                 found.update(filter(is_float32, eqn.outvars))
+    return found
+
+
+def sums_of_halves(segment: Sequence[JaxprEqn], products: Set[Var]) -> dict[Var, int]:
+    """Such sums, their terms also moved or scaled by less, and how many terms each has.
+
+    They are no less exact in half than what products give is.
+
+    Args:
+      products: what products give.
+    """
+    inside = {v for e in segment for v in e.outvars}
+    given = dict.fromkeys(products, 1)  # how many terms what is made of products' results has
+    others, found = set[Var](), dict[Var, int]()
+    for eqn in (e for e in segment if e.outvars):
+        name, operands = eqn.primitive.name, list(filter(is_var, eqn.invars))
+        large = [a for a in operands if size_of(a) == size_of(eqn.outvars[0])]
+        terms = sum(given.get(a, 0) for a in large)
+        if not all(a in given or a in others or a not in inside for a in large):
+            continue
+        if name in SUMS and len(large) == len(operands) == 2 and terms:
+            count = terms + sum(a not in given for a in large)
+            found |= dict.fromkeys(filter(is_float32, eqn.outvars), count)
+            given |= dict.fromkeys(eqn.outvars, count)
+        elif name in MOVES | {"mul"} and len(large) == 1:
+            given |= dict.fromkeys(eqn.outvars, terms) if terms else {}
+            others.update(() if terms else eqn.outvars)
     return found
 
 

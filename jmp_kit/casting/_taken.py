@@ -1,5 +1,6 @@
 """What a backward pass takes of its forward pass, where both are one program."""
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._again import Value
 from jmp_kit.casting._extrema import compared
-from jmp_kit.casting._joined import MOVED, MOVES, added, streams
+from jmp_kit.casting._joined import MOVED, streams, sums_of_halves
 from jmp_kit.casting._operands import is_rounding
 from jmp_kit.casting._parts import ahead, is_whole
 from jmp_kit.casting._worth import CUTS, is_kept, normed, reduces, woven
@@ -24,6 +25,10 @@ from jmp_kit.programs._jaxpr import (
 from jmp_kit.programs._marks import is_backward, stack_of
 
 Part = list[JaxprEqn]
+
+# Of two sums that would cost the same, the one of more terms is kept, each of which would be read:
+# a part of so many less for each, up to so many.
+_PART, _TERMS = 1024, 64
 
 
 class Rounded(NamedTuple):
@@ -66,7 +71,8 @@ class ForwardPass:
         cuts = (e for e in self.maker.values() if e.primitive.name in {"slice", "split"})
         self.cut = {v for e in cuts for v in e.outvars}
         products = {v for e in self.eqns if flow.is_product(e) for v in e.outvars}
-        self.sums = {v for part in parts for v in added(part, products, MOVES)}
+        sums = (sums_of_halves(part, products).items() for part in parts)
+        self.sums = dict(itertools.chain(*sums))
         self.streams = {v for part in parts for v in streams(part, flow, products, uses)}
         self.woven = {v for part in parts for v in woven(part)}
         self.ahead = ahead(self.eqns, flow, uses, self.is_late)
@@ -140,6 +146,7 @@ class ForwardPass:
         else:
             stored = is_stored or bool(closing) or is_woven
             is_rounded = is_half and not stored and v not in self.sums
+            nbytes -= nbytes * min(self.sums.get(v, 0), _TERMS) // _PART
             stored &= not (is_product and self._is_added(v))
             yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
 

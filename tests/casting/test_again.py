@@ -14,6 +14,7 @@ import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import plans_of
 from jmp_kit.casting._again import Value, kept
+from jmp_kit.casting._joined import sums_of_halves
 from jmp_kit.casting._parts import living
 from jmp_kit.casting._plan import Part
 from jmp_kit.programs import every_equation, is_backward, stack_of
@@ -244,17 +245,37 @@ def test_an_associative_scan_keeps_what_it_writes_in_any_case():
     assert len(kept_of(1.2)) > len(kept_of("most"))
 
 
-@pytest.mark.parametrize("moved", [jnp.asarray, lambda x: x.swapaxes(0, 1)])
-def test_of_what_products_give_a_sum_is_kept_in_place_of_its_terms(moved):
+SUMS = {
+    "of two": lambda a, b, _: a + b,
+    "turned": lambda a, b, _: (a + b).swapaxes(0, 1),
+    "of what is turned": lambda a, b, _: a.swapaxes(0, 1) - b.swapaxes(0, 1),
+    "of three": lambda a, b, c: a + b + c,
+    "of what is scaled, too": lambda a, b, c: a + b + c * jnp.arange(32.0),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_of_what_products_give_a_sum_is_kept_in_place_of_its_terms(name):
     """It is no less exact than they are."""
 
     def loss_fn(w, x):
-        y = moved(x @ w[0]) + moved(x @ w[1])
+        y = SUMS[name](x @ w[0], x @ w[1], x @ w[2])
         return mean_logits(norm(y) @ w[2])
 
     parts = forward_parts(jax.grad(loss_fn), [jnp.ones((32, 32))] * 3, jnp.ones((8, 64, 32)))
     halves = [s.eqn.primitive.name for part in parts for s in part.stored.values() if s.form]
-    assert halves == ["add", "mul"]  # the norm of it
+    assert halves == ["sub" if "what is turned" in name else "add", "mul"]  # the norm of it
+
+
+def test_terms_of_a_sum_are_what_would_be_read_in_its_place():
+    def segment(a, b, c, d):
+        first = a.T + b.T
+        second = first - c * 2
+        return first, second.reshape(-1) + d.reshape(-1), jnp.tanh(a) + b, c + d
+
+    jaxpr = jax.make_jaxpr(segment)(*[jnp.ones((4, 4))] * 4).jaxpr
+    found = sums_of_halves(jaxpr.eqns, {*jaxpr.invars[:2]})  # which products give
+    assert list(found.values()) == [2, 3, 4]
 
 
 def mean_logits(x):
