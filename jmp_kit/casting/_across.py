@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._matrices import ELEMENTWISE, REDUCES
-from jmp_kit.casting._parts import living
+from jmp_kit.casting._parts import without_the_dead
 from jmp_kit.casting._shapes import groups_of, only_reshapes, reshaped
 from jmp_kit.programs._jaxpr import is_along_rows, is_var, shape_of
 
@@ -25,9 +25,7 @@ def over_axes(jaxpr: Jaxpr) -> Jaxpr:
     """The program, of axes where it computes of such rows."""
     split = _Split(jaxpr)
     eqns = [e for eqn in jaxpr.eqns for e in split.written(eqn)]
-    if not split.names:
-        return jaxpr
-    return jaxpr.replace(eqns=[e for part in living([eqns], jaxpr.outvars) for e in part])
+    return without_the_dead(jaxpr.replace(eqns=eqns)) if split.names else jaxpr
 
 
 class _Split:

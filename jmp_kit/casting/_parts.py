@@ -111,6 +111,12 @@ def is_whole(eqn: JaxprEqn, flow: Flow) -> bool:
     return flow.closes(eqn) or flow.is_call(eqn) or acts(eqn)
 
 
+def without_the_dead(jaxpr: Jaxpr) -> Jaxpr:
+    """The program without equations of whose results nothing is made."""
+    eqns = [e for part in living([jaxpr.eqns], jaxpr.outvars) for e in part]
+    return jaxpr.replace(eqns=eqns)
+
+
 def living(parts: Sequence[Sequence[JaxprEqn]], results: Sequence[Atom]) -> list[list[JaxprEqn]]:
     """The parts without equations of whose results nothing is made, as XLA runs them."""
     wanted = {a for a in results if is_var(a)}

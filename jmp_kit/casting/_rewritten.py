@@ -12,7 +12,7 @@ from jmp_kit.casting._float8 import in_float8
 from jmp_kit.casting._hoisted import hoisted
 from jmp_kit.casting._inline import inlined
 from jmp_kit.casting._joined import summed_first
-from jmp_kit.casting._parts import fixed_scans_first, living, parts_of
+from jmp_kit.casting._parts import fixed_scans_first, living, parts_of, without_the_dead
 from jmp_kit.casting._pools import pooled
 from jmp_kit.casting._repeat import repeating
 from jmp_kit.casting._scans import repeating_scans
@@ -24,7 +24,7 @@ from jmp_kit.casting._turned import fronted, turned, with_filters_in_half
 from jmp_kit.casting._undone import undone
 from jmp_kit.casting._unmoved import without_round_trips
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import pruned, uses_of
+from jmp_kit.programs._jaxpr import uses_of
 from jmp_kit.programs._marks import as_backward, is_backward, is_rematerialised, stack_of
 
 
@@ -65,7 +65,7 @@ def repeated(
     if price is None or not is_gradient(jaxpr):
         jaxpr = fixed_scans_first(jaxpr, flow, depends)
         return jaxpr, parts_of(jaxpr.eqns, flow)
-    jaxpr = without_round_trips(over_axes(pruned(inlined(jaxpr))), flow)
+    jaxpr = without_round_trips(over_axes(without_the_dead(inlined(jaxpr))), flow)
     jaxpr = repeating_scans(fixed_scans_first(jaxpr, flow, depends), flow, depends, half)
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)

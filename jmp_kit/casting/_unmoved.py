@@ -8,7 +8,7 @@ So a program that is mapped over a batch reads as one that is written for it.
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting._matrices import REDUCES
-from jmp_kit.casting._parts import living
+from jmp_kit.casting._parts import without_the_dead
 from jmp_kit.casting._shapes import only_reshapes
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import Atom, in_place, is_var, shape_of, taking
@@ -31,8 +31,8 @@ def without_round_trips(jaxpr: Jaxpr, flow: Flow) -> Jaxpr:
             if is_there and (origin in given or result in taken):
                 instead[result] = origin
     outvars = in_place(jaxpr.outvars, instead)
-    parts = living([eqns], outvars) if instead else [eqns]
-    return jaxpr.replace(eqns=[e for part in parts for e in part], outvars=outvars)
+    jaxpr = jaxpr.replace(eqns=eqns, outvars=outvars)
+    return without_the_dead(jaxpr) if instead else jaxpr
 
 
 def _moves_ones(eqn: JaxprEqn) -> bool:
