@@ -52,7 +52,7 @@ def draw(found, path):
         axes.set(title=f"{title}, by hand = 1", xlim=(0, 1.25))
         axes.grid(axis="x", alpha=0.3)
     panels[0].set_yticks(range(len(models)), models)
-    panels[0].legend(loc="lower left")
+    panels[0].legend(loc="upper left")
     figure.savefig(path, dpi=120, metadata={"Description": json.dumps(found)})
     plt.close(figure)
 
