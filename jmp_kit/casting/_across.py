@@ -8,7 +8,6 @@ But no kernel finds it so in memory, where a convolution's channels are the last
 so first, in float32. So all that is computed of such rows is computed of these axes.
 """
 
-import math
 from collections.abc import Iterator
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -104,12 +103,10 @@ def _axes_of_rows(eqn: JaxprEqn) -> Shape:
     groups = list(groups_of(eqn)) if only_reshapes(eqn) else []
     if not groups or len(groups[-1][0]) == 1 or len(groups[-1][1]) == 1:
         return ()
-    row, found = shape_of(eqn.outvars[0])[-1], list[int]()
-    for axis in reversed(groups[-1][0]):
-        size, rest = shape_of(eqn.invars[0])[axis], row // math.prod(found)
-        if rest < size:
-            return (rest, *found) if found and size % rest == 0 else ()
-        if rest % size:
-            return ()
-        found.insert(0, size)
-    return ()
+    rest, found = shape_of(eqn.outvars[0])[-1], list[int]()
+    sizes = [shape_of(eqn.invars[0])[axis] for axis in groups[-1][0]]
+    while rest >= sizes[-1] and rest % sizes[-1] == 0:  # less than all of them, or no axis is left
+        found.insert(0, sizes.pop())
+        rest //= found[0]
+    is_part = rest < sizes[-1] and sizes[-1] % rest == 0
+    return (rest, *found) if found and is_part else ()
