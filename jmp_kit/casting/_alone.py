@@ -3,8 +3,9 @@
 XLA on GPUs makes one product of several that share an operand, if they are small, and cuts the
 result. Most of what takes such a piece reads it where it lies. But what is taken behind a barrier,
 by a pass (see `_passes`) or to compute from it again, is copied first, and that is more than is
-saved. So these products take the operand behind a barrier, and each behind one more: XLA takes two
-barriers of the same for one.
+saved. And to what a loop adds up it adds in a product's kernel, but not a piece. So these products
+take the operand behind a barrier, and each behind one more: XLA takes two barriers of the same for
+one.
 """
 
 import collections

@@ -88,12 +88,11 @@ def joined(
             yield v
 
 
-def added(segment: Sequence[JaxprEqn], products: Set[Var], moved: Set[str] = MOVED) -> set[Var]:
+def added(segment: Sequence[JaxprEqn], products: Set[Var]) -> set[Var]:
     """The sums of what products give and of other values from outside the segment.
 
     Args:
       products: what products give.
-      moved: what that may go through before it is added.
     """
     inside = {v for e in segment for v in e.outvars}
     given, found = set(products), set[Var]()  # what products give also as it is moved
