@@ -12,6 +12,9 @@ import numpy as np
 
 Name = TypeVar("Name", bound=Hashable)
 
+# What takes no memory of its own is not kept where something smaller would do as well.
+_LITTLE = 2**-10
+
 
 class Value(NamedTuple):
     """Of the forward pass.
@@ -43,7 +46,7 @@ def kept(values: Mapping[Name, Value], price: float, free: Set[Name] = frozenset
     Args:
       values: what the backward pass takes, and what that is made of.
       price: of a byte in memory, in bytes moved.
-      free: the values whose bytes in memory cost nothing.
+      free: the values whose bytes in memory cost next to nothing.
     """
     # It takes a while to import.
     from scipy.sparse import csr_array
@@ -59,7 +62,8 @@ def kept(values: Mapping[Name, Value], price: float, free: Set[Name] = frozenset
         edges[made, there] = np.inf
         if not value.is_rounded:
             moved = (not value.is_stored) + (value.read or not value.multiplied)
-            edges[made, there] = (moved if v in free else price + moved) * value.nbytes
+            held = price * _LITTLE if v in free else price
+            edges[made, there] = (held + moved) * value.nbytes
         if value.operands is None:
             edges[first, made] = np.inf
         elif value.nbytes_again:
@@ -78,5 +82,6 @@ def kept(values: Mapping[Name, Value], price: float, free: Set[Name] = frozenset
     flow = maximum_flow(network, first, last).flow
     rest = csr_array(network - flow)
     rest.eliminate_zeros()
-    reached = set(breadth_first_order(rest, first, return_predecessors=False).tolist())
-    return {v for v, i in index.items() if 2 * i in reached and 2 * i + 1 not in reached}
+    # Of cuts that cost the same, the last: what is behind it has less to be made again.
+    behind = set(breadth_first_order(rest.T.tocsr(), last, return_predecessors=False).tolist())
+    return {v for v, i in index.items() if 2 * i not in behind and 2 * i + 1 in behind}

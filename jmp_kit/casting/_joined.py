@@ -109,8 +109,8 @@ def added(segment: Sequence[JaxprEqn], products: Set[Var]) -> set[Var]:
     return found
 
 
-def sums_of_halves(segment: Sequence[JaxprEqn], products: Set[Var]) -> dict[Var, int]:
-    """Such sums, their terms also moved or scaled by less, and how many terms each has.
+def sums_of_halves(segment: Sequence[JaxprEqn], products: Set[Var]) -> set[Var]:
+    """Such sums, their terms also moved or scaled by less.
 
     They are no less exact in half than what products give is.
 
@@ -118,21 +118,18 @@ def sums_of_halves(segment: Sequence[JaxprEqn], products: Set[Var]) -> dict[Var,
       products: what products give.
     """
     inside = {v for e in segment for v in e.outvars}
-    given = dict.fromkeys(products, 1)  # how many terms what is made of products' results has
-    others, found = set[Var](), dict[Var, int]()
+    given, others, found = set(products), set[Var](), set[Var]()
     for eqn in (e for e in segment if e.outvars):
         name, operands = eqn.primitive.name, list(filter(is_var, eqn.invars))
         large = [a for a in operands if size_of(a) == size_of(eqn.outvars[0])]
-        terms = sum(given.get(a, 0) for a in large)
+        is_given = not given.isdisjoint(large)
         if not all(a in given or a in others or a not in inside for a in large):
             continue
-        if name in SUMS and len(large) == len(operands) == 2 and terms:
-            count = terms + sum(a not in given for a in large)
-            found |= dict.fromkeys(filter(is_float32, eqn.outvars), count)
-            given |= dict.fromkeys(eqn.outvars, count)
+        if name in SUMS and len(large) == len(operands) == 2 and is_given:
+            found.update(filter(is_float32, eqn.outvars))
+            given.update(eqn.outvars)
         elif name in MOVES | {"mul"} and len(large) == 1:
-            given |= dict.fromkeys(eqn.outvars, terms) if terms else {}
-            others.update(() if terms else eqn.outvars)
+            (given if is_given else others).update(eqn.outvars)
     return found
 
 

@@ -1,6 +1,5 @@
 """What a backward pass takes of its forward pass, where both are one program."""
 
-import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
@@ -26,9 +25,8 @@ from jmp_kit.programs._marks import is_backward, stack_of
 
 Part = list[JaxprEqn]
 
-# Of two sums that would cost the same, the one of more terms is kept, each of which would be read:
-# a part of so many less for each, up to so many.
-_PART, _TERMS = 1024, 64
+# What is rounded to be kept costs a part of so many more: of choices that cost the same, the exact.
+_PART = 1024
 
 
 class Rounded(NamedTuple):
@@ -71,8 +69,7 @@ class ForwardPass:
         cuts = (e for e in self.maker.values() if e.primitive.name in {"slice", "split"})
         self.cut = {v for e in cuts for v in e.outvars}
         products = {v for e in self.eqns if flow.is_product(e) for v in e.outvars}
-        sums = (sums_of_halves(part, products).items() for part in parts)
-        self.sums = dict(itertools.chain(*sums))
+        self.sums = {v for part in parts for v in sums_of_halves(part, products)}
         self.streams = {v for part in parts for v in streams(part, flow, products, uses)}
         self.woven = {v for part in parts for v in woven(part)}
         self.ahead = ahead(self.eqns, flow, uses, self.is_late)
@@ -142,11 +139,11 @@ class ForwardPass:
         operands = [a for a in self.maker[v].invars if is_var(a)] if v in self.maker else None
         if closing and is_half and not is_stored and v not in self.results:
             yield v, Value(operands, nbytes, False, True, is_read, False, 0)
+            nbytes += nbytes // _PART
             yield Rounded(v), Value([v], nbytes, is_written, False, is_summed, is_multiplied, again)
         else:
             stored = is_stored or bool(closing) or is_woven
             is_rounded = is_half and not stored and v not in self.sums
-            nbytes -= nbytes * min(self.sums.get(v, 0), _TERMS) // _PART
             stored &= not (is_product and self._is_added(v))
             yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
 
