@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting._matrices import ELEMENTWISE
-from jmp_kit.casting._parts import ahead, is_alone
+from jmp_kit.casting._parts import ahead, is_alone, is_whole
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import is_small, is_var, size_of
 
@@ -74,10 +74,14 @@ def sunk(
         is_large = v in depending and not is_small(v, parts[part])
         return is_large and is_made_of_less(eqn, part)
 
+    last: dict[int, int] = {}  # the part of the first product that is made of it: none moves
     for eqn in reversed(eqns):
         part, used = part_of[id(eqn)], [use for v in eqn.outvars for use in takers(v)]
+        behind = (last[id(use)] for v in eqn.outvars for use in uses[v] if use)
+        last[id(eqn)] = part if is_whole(eqn, flow) else min(behind, default=len(parts))
         target = min((part_of[id(use)] if use else part for use in used), default=part)
-        if target != part and not closed[target] and sinks(eqn, part):
+        can_sink = part != target <= last[id(eqn)] and not closed[target]
+        if can_sink and sinks(eqn, part):
             part_of[id(eqn)] = target
     for eqn in eqns:  # for derivatives alone: behind what they are made of
         made = [part_of[id(maker[a])] for a in eqn.invars if is_var(a) and a in maker]

@@ -92,3 +92,17 @@ def test_an_h200_does_not_write_the_decays(monkeypatch):
     found = moved()
     monkeypatch.setattr("jmp_kit.casting._rewritten.sunk", lambda parts, *_: list(parts))
     assert found <= 0.9 * moved()
+
+
+def test_no_product_moves_with_what_sinks():
+    """A backward pass between what is made and what takes it, as of a second network's step."""
+
+    def step(w, x):
+        x = x + x @ w["out"]
+        grad = jax.grad(lambda w: mean_square(w * x))(w["keys"])
+        return x + jnp.tanh((w["keys"] - grad) @ w["gate"]), grad
+
+    x = X[0, :WIDTH]
+    found, expected = autocast(step, "mixed_bfloat16")(PARAMS, x), step(PARAMS, x)
+    for ours, full in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, full, atol=0.05 * np.abs(full).max())
