@@ -188,6 +188,7 @@ def loose_ends():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("left", [0.0, 0.5])
 def test_a_truncated_checkpoint_is_named_and_the_one_before_it_used(
     two_steps, left, tmp_path, loose_ends
