@@ -12,8 +12,9 @@ import numpy as np
 
 Name = TypeVar("Name", bound=Hashable)
 
-# What takes no memory of its own is not kept where something smaller would do as well.
-_LITTLE = 2**-10
+# The part by which one of two choices costs more that would cost the same: memory that is there in
+# any case is still not taken for nothing, nor is a value rounded for nothing.
+LITTLE = 2**-10
 
 
 class Value(NamedTuple):
@@ -62,7 +63,7 @@ def kept(values: Mapping[Name, Value], price: float, free: Set[Name] = frozenset
         edges[made, there] = np.inf
         if not value.is_rounded:
             moved = (not value.is_stored) + (value.read or not value.multiplied)
-            held = price * _LITTLE if v in free else price
+            held = price * LITTLE if v in free else price
             edges[made, there] = (held + moved) * value.nbytes
         if value.operands is None:
             edges[first, made] = np.inf

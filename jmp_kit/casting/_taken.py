@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.casting._again import Value
+from jmp_kit.casting._again import LITTLE, Value
 from jmp_kit.casting._extrema import compared
 from jmp_kit.casting._joined import MOVED, streams, sums_of_halves
 from jmp_kit.casting._operands import is_rounding
@@ -24,9 +24,6 @@ from jmp_kit.programs._jaxpr import (
 from jmp_kit.programs._marks import is_backward, stack_of
 
 Part = list[JaxprEqn]
-
-# What is rounded to be kept costs a part of so many more: of choices that cost the same, the exact.
-_PART = 1024
 
 
 class Rounded(NamedTuple):
@@ -139,7 +136,7 @@ class ForwardPass:
         operands = [a for a in self.maker[v].invars if is_var(a)] if v in self.maker else None
         if closing and is_half and not is_stored and v not in self.results:
             yield v, Value(operands, nbytes, False, True, is_read, False, 0)
-            nbytes += nbytes // _PART
+            nbytes += int(nbytes * LITTLE)
             yield Rounded(v), Value([v], nbytes, is_written, False, is_summed, is_multiplied, again)
         else:
             stored = is_stored or bool(closing) or is_woven
