@@ -33,16 +33,33 @@ FLOORS = {
     "cli": 6,
     "__init__": 7,
 }
+# Of what autocast is made of: a function is traced, read, rewritten, planned and evaluated.
+CASTING_FLOORS = {
+    "_regions": 0,
+    "_models": 0,
+    "_misused": 0,
+    "_warned": 0,
+    "reading": 0,
+    "recomputing": 1,
+    "rewriting": 2,
+    "planning": 3,
+    "evaluating": 4,
+    "_casting": 5,
+    "_autocast": 6,
+    "__init__": 7,
+}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+CASTING = PACKAGE / "casting"
+FILES_OF_CASTING = sorted(CASTING.rglob("*.py"))
 
 
-def room_of(path: pathlib.Path) -> str:
-    """The file, or the folder, directly under the package."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def room_of(path: pathlib.Path, house: pathlib.Path = PACKAGE) -> str:
+    """The file, or the folder, directly under the package, or under this folder of it."""
+    return path.relative_to(house).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path: pathlib.Path) -> set[str]:
+def imported_rooms(path: pathlib.Path, house: str = "jmp_kit") -> set[str]:
     rooms = set()
     for node in ast.walk(ast.parse(path.read_text())):
         modules = []
@@ -51,9 +68,10 @@ def imported_rooms(path: pathlib.Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
             modules = [node.module]
-            if node.module == "jmp_kit":
-                modules = [f"jmp_kit.{alias.name}" for alias in node.names]
-        rooms |= {m.split(".")[1] for m in modules if m.startswith("jmp_kit.")}
+            if node.module == house:
+                modules = [f"{house}.{alias.name}" for alias in node.names]
+        inside = [m.removeprefix(f"{house}.") for m in modules if m.startswith(f"{house}.")]
+        rooms |= {m.split(".")[0] for m in inside}
     return rooms
 
 
@@ -64,9 +82,19 @@ def test_a_file_imports_only_from_lower_floors(path):
         assert FLOORS[other] < FLOORS[room], f"{room} imports {other}, from its floor or above"
 
 
+@pytest.mark.parametrize("path", FILES_OF_CASTING, ids=lambda p: str(p.relative_to(CASTING)))
+def test_a_function_goes_through_autocast_in_one_direction(path):
+    room = room_of(path, CASTING)
+    for other in imported_rooms(path, "jmp_kit.casting") - {room}:
+        below, above = CASTING_FLOORS[other], CASTING_FLOORS[room]
+        assert below < above, f"{room} imports {other}, from its floor or above"
+
+
 def test_the_floor_check_sees_the_imports_there_are():
     assert imported_rooms(PACKAGE / "_grad.py") == {"_loss_scale", "_tree"}
     assert imported_rooms(PACKAGE / "optim" / "_inspect.py") == {"_loss_scale", "optim"}
+    site = imported_rooms(CASTING / "evaluating" / "_site.py", "jmp_kit.casting")
+    assert site == {"_regions", "planning", "reading"}
 
 
 @pytest.mark.parametrize("folder", ["jmp_kit", "examples", "benchmarks", "tests"])

@@ -14,32 +14,23 @@ The function is traced once, at its own dtypes, to a jaxpr, which is split and e
 
     x: float32 -> product -> half -> segment -> half -> product -> half -> epilogue: float32
 
-`programs` reads jaxprs: what depends on a product and what reaches one, names, marks and paths.
-Here a function is traced (`_casting`), planned (`_planner`, of what `_program` reads; `_plan` is
-the data) and evaluated (`_evaluate`). `docs/autocast.md` walks a loss through it. The planner's
-tables: `_state` finds what is updated, `_parts` splits, `_taken` reads what a backward pass takes,
-`_again` decides what of it is kept and what computed again, for which `_inline`, `_float8`,
-`_scans`, `_hoisted`, `_turned`, `_pools`, `_scattered`, `_chosen`, `_signs`, `_undone`,
-`_deviations`, `_sums` and `_repeat` rewrite the program, in `_rewritten`'s order; `_accumulated`
-tells which gradients a loop adds up; `_ragged` and `_operands` belong to `_float8`; `_joined`,
-`_passes`, `_kernels`, `_matrices`, `_shapes` and `_convolved` make of a segment what XLA makes
-kernels of; `_places` tells what comes to which places of a scatter, and `_extrema` what must be one
-value for all; `_loops` decides of carries, and `_biases` of gradients by biases where JAX makes the
-backward pass. `_calls` and `_custom_derivatives` rebuild calls, loops, branches and rules around
-what is inside them; rules that can be called only while JAX differentiates are `_differentiated`'s.
-`_models` keeps what a function changes in nnx models, `_regions` is for what is to be left alone or
-called in half, and `_misused` and `_warned` tell what cannot, or may not, be meant.
+A function goes through the rooms in one direction: it is traced (`_casting`), what `programs` and
+`reading` know of it is looked up, `recomputing` and `rewriting` write it anew where it holds its
+backward pass, `planning` makes a plan, and `evaluating` follows that. `docs/autocast.md` walks a
+loss through them. `_models` keeps what a function changes in nnx models, `_regions` is for what is
+to be left alone or called in half, and `_misused` and `_warned` tell what cannot, or may not, be
+meant.
 """
 
 from jmp_kit.casting._autocast import autocast as autocast
 from jmp_kit.casting._autocast import autocast_method as autocast_method
 from jmp_kit.casting._autocast import plans_of as plans_of
-from jmp_kit.casting._float8 import in_float8 as in_float8
-from jmp_kit.casting._float8 import why_half as why_half
-from jmp_kit.casting._plan import Barrier as Barrier
-from jmp_kit.casting._plan import Call as Call
-from jmp_kit.casting._plan import Part as Part
-from jmp_kit.casting._plan import Plan as Plan
-from jmp_kit.casting._plan import Stored as Stored
 from jmp_kit.casting._regions import full_precision as full_precision
 from jmp_kit.casting._regions import half_precision as half_precision
+from jmp_kit.casting.planning._plan import Barrier as Barrier
+from jmp_kit.casting.planning._plan import Call as Call
+from jmp_kit.casting.planning._plan import Part as Part
+from jmp_kit.casting.planning._plan import Plan as Plan
+from jmp_kit.casting.planning._plan import Stored as Stored
+from jmp_kit.casting.rewriting._float8 import in_float8 as in_float8
+from jmp_kit.casting.rewriting._float8 import why_half as why_half

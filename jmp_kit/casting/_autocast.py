@@ -13,7 +13,7 @@ from jmp_kit._dtypes import parse_dtype
 from jmp_kit._policy import Policy, policy_to_compute
 from jmp_kit.casting._casting import Casting
 from jmp_kit.casting._misused import NO_CONTEXT, check_function, policy_alone
-from jmp_kit.casting._plan import Plan
+from jmp_kit.casting.planning._plan import Plan
 from jmp_kit.programs._arguments import eval_shape
 from jmp_kit.programs._flow import PRODUCTS, Flow
 

@@ -14,15 +14,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, Var, jaxpr_as_fun, pr
 from jmp_kit._dtypes import FLOAT8, stored_dtype
 from jmp_kit._policy import Policy
 from jmp_kit._tree import is_array
-from jmp_kit.casting._differentiated import differentiated_first, has_bound_rules
-from jmp_kit.casting._evaluate import evaluated
-from jmp_kit.casting._float8 import why_half
 from jmp_kit.casting._models import holds_models, on_models
-from jmp_kit.casting._plan import Known, Plan
-from jmp_kit.casting._planner import Planner
 from jmp_kit.casting._regions import computing_in, full_precision
-from jmp_kit.casting._state import STATE, States
 from jmp_kit.casting._warned import warn_of, warn_of_unscaled
+from jmp_kit.casting.evaluating._differentiated import differentiated_first, has_bound_rules
+from jmp_kit.casting.evaluating._evaluate import evaluated
+from jmp_kit.casting.planning._plan import Known, Plan
+from jmp_kit.casting.planning._planner import Planner
+from jmp_kit.casting.reading._state import STATE, States
+from jmp_kit.casting.rewriting._float8 import why_half
 from jmp_kit.programs._arguments import flattened, paths_of_arrays
 from jmp_kit.programs._flow import PRODUCTS, Flow
 from jmp_kit.programs._jaxpr import cast, every_equation, is_float32, opened, primitive_names

@@ -30,6 +30,11 @@ KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
 ADDS = {"add", "add_any"}
 SUMS = ADDS | {"sub"}
 
+# What a value goes through as it is.
+MOVES = {"reshape", "transpose", "neg", "convert_element_type", "squeeze"}
+# What XLA adds in the kernel of a product, and what may be between.
+MOVED = {"reshape", "squeeze"}
+
 # What moves values as they are: all of them, or some.
 _TURNS = {"reshape", "transpose", "squeeze", "expand_dims", "rev", "concatenate", "pad"}
 _PICKS = {"slice", "split", "gather", "dynamic_slice", "broadcast_in_dim"}

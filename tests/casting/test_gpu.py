@@ -10,8 +10,10 @@ from benchmarks import gpt
 from benchmarks.compiled import product_dtypes
 from jmp_kit import autocast
 from tests.casting.by_hand import MODELS
-from tests.casting.test_extrema import test_gradients_are_no_farther_from_float32_than_by_hand
-from tests.casting.test_places import (
+from tests.casting.reading.test_extrema import (
+    test_gradients_are_no_farther_from_float32_than_by_hand,
+)
+from tests.casting.reading.test_places import (
     test_gradients_are_those_of_float32_sums_and_scattered_in_half,
 )
 from tests.casting.test_random_steps import test_gradients_of_random_networks

@@ -10,12 +10,12 @@ from jax.experimental import io_callback
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import plans_of
-from jmp_kit.casting._plan import Form, Part
+from jmp_kit.casting.planning._plan import Form, Part
 from jmp_kit.programs import every_equation, scan_counts
+from tests.casting.planning.test_passes import is_shape
+from tests.casting.reading.test_state import assert_as_near, errors
 from tests.casting.states import normal
 from tests.casting.stream import step_of
-from tests.casting.test_passes import is_shape
-from tests.casting.test_state import assert_as_near, errors
 from tests.casting.zoo import mean_square
 
 BATCH, TIME, WIDTH = 4, 32, 16

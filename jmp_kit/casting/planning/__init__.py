@@ -1,0 +1,7 @@
+"""Planning: from a program to a `Plan`, which is data.
+
+`_planner` plans, of what `_program` reads; `_plan` is what comes out. `_loops` decides what loops
+carry, `_biases` gradients by biases where JAX makes the backward pass, `_alone` which products
+XLA is not to join. `_passes`, `_shapes`, `_matrices`, `_convolved` and `_kernels` make of a segment
+what XLA makes kernels of.
+"""

@@ -1,0 +1,58 @@
+"""Where the operands of ReLUs are positive, asked of their results."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jmp_kit.casting.rewriting._signs import signs_of_results
+from jmp_kit.programs._jaxpr import is_var, opened
+from tests.casting.rewriting.test_undone import assert_same, is_late, rewritten, weighted
+
+
+def operands_late(closed):
+    """What the backward pass takes of what was there before a choice of the forward pass."""
+    jaxpr, _ = opened(closed)
+    choice = next(e for e in jaxpr.eqns if e.primitive.name == "select_n" and not is_late(e))
+    late = {a for e in jaxpr.eqns if is_late(e) for a in e.invars if is_var(a)}
+    return late.intersection(filter(is_var, choice.invars))
+
+
+LEAKY = {
+    "a leaky ReLU": jax.nn.leaky_relu,
+    "of another slope": lambda z: jax.nn.leaky_relu(z, 0.2),
+    "written out": lambda z: jnp.where(z > 0, z, z * 0.5),
+}
+
+
+@pytest.mark.parametrize("name", LEAKY)
+def test_the_derivative_of_a_leaky_relu_asks_for_the_sign_of_its_result(name):
+    after, before = rewritten(weighted(LEAKY[name]), signs_of_results)
+    assert not operands_late(after)
+    assert operands_late(before)
+    assert_same(after, before)
+
+
+OTHERS = {
+    "a slope that turns signs": lambda z: jax.nn.leaky_relu(z, -0.2),
+    "a slope of each": lambda z: jax.nn.leaky_relu(z, jnp.linspace(0.1, 1, 64)),
+    "an exponential": jax.nn.elu,
+    "a limit that is not 0": lambda z: jnp.where(z > 1.0, z, z * 0.5),
+    "a norm": lambda z: jax.nn.leaky_relu(z / z.std(-1, keepdims=True)),
+    "another value": lambda z: jnp.where(z > 0, z, (z + 1) * 0.5),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_choices_are_left_alone(name):
+    after, before = rewritten(weighted(OTHERS[name]), signs_of_results)
+    assert operands_late(after)
+    assert_same(after, before)
+
+
+def test_a_relu_asks_for_the_sign_of_its_result_but_of_a_norm():
+    after, before = rewritten(weighted(jax.nn.relu), signs_of_results)
+    assert str(after) != str(before)
+    assert_same(after, before)
+    normed = weighted(lambda z: jax.nn.relu(z / z.std(-1, keepdims=True)))
+    after, before = rewritten(normed, signs_of_results)
+    assert str(after) == str(before)
