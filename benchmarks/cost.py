@@ -16,6 +16,7 @@ import optax
 
 import jmp_kit
 from benchmarks import corpus, gpt, resnet
+from benchmarks.gpt_size import Size
 from benchmarks.measuring import Contender, measure
 from benchmarks.models import causal_attention
 from benchmarks.results import Column, Options, Row, number
@@ -54,7 +55,7 @@ def run(options: Options) -> list[Row]:
 
 
 def _gpt(tiny: bool) -> tuple[list[Contender], Sequence[Any]]:
-    size = gpt.TINY["gpt 124M"] if tiny else gpt.Size(4, 4, 128, batch=4, time=128, vocabulary=512)
+    size = gpt.TINY["gpt 124M"] if tiny else Size(4, 4, 128, batch=4, time=128, vocabulary=512)
     batches = corpus.batches(2, size.batch, size.time, size.vocabulary, 20)
     return _contenders(gpt.task(size, causal_attention)), batches
 

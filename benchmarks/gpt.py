@@ -12,31 +12,13 @@ import numpy as np
 import optax
 
 from benchmarks import corpus, torch_gpt
+from benchmarks.gpt_size import Size
 from benchmarks.measuring import Contender, matrix_rate, measure
 from benchmarks.models import GPT, Attention, causal_attention, fused_attention
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import Task, beside_float8, contenders
 
 Batches = list[tuple[np.ndarray, np.ndarray]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """A GPT and its batch."""
-
-    layers: int
-    heads: int
-    width: int
-    batch: int
-    time: int = 1024
-    vocabulary: int = 50304  # GPT-2's, rounded up to a multiple of 128
-
-    @property
-    def operations(self) -> float:
-        """Of the products of one step: two a multiplication, thrice over, causal attention half."""
-        weights = 12 * self.layers * self.width**2 + self.vocabulary * self.width
-        attention = self.layers * self.time * self.width
-        return 6.0 * self.batch * self.time * (weights + attention)
 
 
 WIDE = "gpt 1.3B"

@@ -13,15 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from benchmarks.gpt_size import Size
 from benchmarks.measuring import step_times, steps_in_a_block
 from benchmarks.results import Options, Row
-
-if TYPE_CHECKING:
-    from benchmarks.gpt import Size
 
 AMP = "PyTorch AMP, bfloat16", "PyTorch AMP, float16"
 FLOAT8 = "PyTorch, torchao float8 rowwise"
@@ -30,7 +28,7 @@ BESIDE_FLOAT8 = AMP[0], FLOAT8
 
 def measure(
     names: Sequence[str],
-    size: "Size",
+    size: Size,
     batches: Sequence[tuple[np.ndarray, ...]],
     options: Options,
 ) -> list[Row]:
@@ -53,7 +51,7 @@ def _missing(name: str) -> Row:
 
 def _in_its_process(
     names: Sequence[str],
-    size: "Size",
+    size: Size,
     batches: Sequence[tuple[np.ndarray, ...]],
     options: Options,
 ) -> list[Row]:
