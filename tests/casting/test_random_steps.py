@@ -104,21 +104,23 @@ LAYERS = {
 }
 
 
-def network_of(seed):
-    """The names of layers, and how long ago the other activation was made."""
+def network_of(seed, most=9):
+    """A function of weights and an activation, of as many random layers at most."""
     draw = random.Random(seed)
-    return [(draw.choice(list(LAYERS)), draw.randint(1, 3)) for _ in range(draw.randint(2, 9))]
+    # Their names, and how long ago the other activation was made.
+    layers = [(draw.choice(list(LAYERS)), draw.randint(1, 3)) for _ in range(draw.randint(2, most))]
 
-
-def loss_of(network):
-    def loss_fn(w, x):
+    def network(w, x):
         values = [x]
-        for name, ago in network:
+        for name, ago in layers:
             values.append(LAYERS[name](values[-1], values[-1 - min(ago, len(values) - 1)], w))
-        y = values[-1] @ w["o"]
-        return jnp.mean(jnp.square(y.astype(jnp.float32)) + y.astype(jnp.float32))
+        return values[-1] @ w["o"]
 
-    return loss_fn
+    return network
+
+
+def mean_square(y):
+    return jnp.mean(jnp.square(y.astype(jnp.float32)) + y.astype(jnp.float32))
 
 
 def distance(found, wanted):
@@ -130,7 +132,10 @@ def distance(found, wanted):
 
 @pytest.mark.parametrize("seed", quick_or_slow(range(48), range(4)))
 def test_gradients_of_random_networks(seed):
-    loss_fn = loss_of(network_of(seed))
+    network = network_of(seed)
+
+    def loss_fn(w, x):
+        return mean_square(network(w, x))
 
     def by_hand(w, x):
         return loss_fn(*jax.tree.map(lambda x: x.astype(jnp.bfloat16), (w, x)))

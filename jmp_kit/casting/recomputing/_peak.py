@@ -71,5 +71,5 @@ def _there_for_the_loss(program: ForwardPass) -> Iterator[tuple[Var, int]]:
         if program.flow.is_product(eqn) and not program.is_late(eqn):
             for v in eqn.outvars:
                 uses = [program.part_of[id(e)] for e in program.uses[v] if e is not None]
-                if max(uses, default=0) >= begins:
+                if uses and max(uses) >= begins:
                     yield v, max(uses)

@@ -273,3 +273,18 @@ def test_what_a_product_and_its_own_segment_take_is_stored_and_not_repeated():
     step = step_of(loss)
     repeated = autocast(step, "mixed_bfloat16")
     assert operations(repeated, "concatenate") == operations(step, "concatenate") == 1
+
+
+def test_a_gradient_through_a_step_of_a_rematerialised_layer():
+    """Of what `jax.checkpoint` holds, a derivative alone takes what a product gives."""
+    layer = jax.checkpoint(lambda w, x: jnp.sin(jnp.tanh(x @ w)))
+
+    def loss_fn(w, x):
+        return mean_square(layer(w, x))
+
+    def after_a_step(w, x):
+        return loss_fn(w - jax.grad(loss_fn)(w, x), x)
+
+    w, x = (jax.random.normal(jax.random.key(i), (32, 32)) / 8 for i in range(2))
+    found = autocast(jax.grad(after_a_step), "mixed_bfloat16")(w, x)
+    assert distance(found, jax.grad(after_a_step)(w, x)) <= 0.02

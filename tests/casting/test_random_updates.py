@@ -1,0 +1,104 @@
+"""Steps of several gradients, of each other even, of random networks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jmp_kit import autocast
+from tests.casting.test_random_steps import SHAPE, WEIGHTS, X, distance, mean_square, network_of
+from tests.compiling import OPTIMISED, quick_or_slow
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+OTHERS = jax.tree.map(lambda w: 1.1 * w[::-1], WEIGHTS)
+
+
+def updated(w, gradients):
+    return jax.tree.map(lambda w, g: w - g / 2, w, gradients)
+
+
+def adversarial(one, other, w, v, x):
+    def told_apart(v):
+        return mean_square(other(v, x)) + mean_square(-other(v, one(w, x)))
+
+    v = updated(v, jax.grad(told_apart)(v))
+    return updated(w, jax.grad(lambda w: mean_square(other(v, one(w, x))))(w)), v
+
+
+def meta(one, other, w, v, x):
+    def after_a_step(w):
+        gradients = jax.grad(lambda w: mean_square(one(w, x)))(w)
+        return mean_square(one(updated(w, gradients), x[::-1]))
+
+    return updated(w, jax.grad(after_a_step)(w)), v
+
+
+def followed(one, other, w, v, x):
+    wanted = lax.stop_gradient(one(v, x))
+    w = updated(w, jax.grad(lambda w: mean_square(one(w, x) - wanted))(w))
+    return w, jax.tree.map(lambda w, v: 0.1 * w + 0.9 * v, w, v)
+
+
+def sharpness_aware(one, other, w, v, x):
+    slope = jax.grad(lambda w: mean_square(one(w, x)))
+    above = jax.tree.map(lambda w, g: w + g / 8, w, slope(w))
+    return updated(w, slope(above)), v
+
+
+def accumulated(one, other, w, v, x):
+    def add(total, x):
+        gradients = jax.grad(lambda w: mean_square(one(w, jnp.tile(x, (2, 1, 1)))))(w)
+        return jax.tree.map(jnp.add, total, gradients), None
+
+    zeros = jax.tree.map(jnp.zeros_like, w)
+    return updated(w, lax.scan(add, zeros, x.reshape(2, 2, *SHAPE[1:]))[0]), v
+
+
+def by_inputs(one, other, w, v, x):
+    def loss_fn(w):
+        return mean_square(other(w, x - 100 * jax.grad(lambda x: mean_square(one(w, x)))(x)))
+
+    return updated(w, jax.grad(loss_fn)(w)), v
+
+
+def twice(one, other, w, v, x):
+    for each in (x, x + 1):
+        loss_fn = lambda w, v, x=each: mean_square(other(v, one(w, x)))  # noqa: E731
+        w, v = map(updated, (w, v), jax.grad(loss_fn, (0, 1))(w, v))
+    return w, v
+
+
+def step_of(way, seed):
+    return functools.partial(way, *(network_of(2 * seed + i, most=4) for i in range(2)))
+
+
+WAYS = [adversarial, meta, followed, sharpness_aware, accumulated, by_inputs, twice]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("seed", quick_or_slow(range(24), range(2)))
+def test_every_step_can_be_planned(way, seed):
+    step = step_of(way, seed)
+    found = jax.eval_shape(autocast(step, "mixed_bfloat16"), WEIGHTS, OTHERS, X)
+    assert found == jax.eval_shape(step, WEIGHTS, OTHERS, X)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("seed", range(2))
+def test_steps_are_near_those_of_float32(way, seed):
+    step = step_of(way, seed)
+
+    def changes(step, *args):
+        return jax.tree.map(jnp.subtract, step(*args), args[:2])
+
+    ways = autocast(step, "mixed_bfloat16"), step
+    args = WEIGHTS, OTHERS, X
+    found, exact = (
+        jax.jit(functools.partial(changes, way)).lower(*args).compile(OPTIMISED)(*args)
+        for way in ways
+    )
+    assert distance(found, exact) <= 0.05
