@@ -89,16 +89,16 @@ def test_every_step_can_be_planned(way, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("seed", range(2))
-def test_steps_are_near_those_of_float32(way, seed):
-    step = step_of(way, seed)
+def test_steps_are_no_farther_from_float32_than_by_hand(way, seed):
+    step, args = step_of(way, seed), (WEIGHTS, OTHERS, X)
 
-    def changes(step, *args):
-        return jax.tree.map(jnp.subtract, step(*args), args[:2])
+    def changes(step):
+        return lambda *args: jax.tree.map(jnp.subtract, step(*args), args[:2])
 
-    ways = autocast(step, "mixed_bfloat16"), step
-    args = WEIGHTS, OTHERS, X
-    found, exact = (
-        jax.jit(functools.partial(changes, way)).lower(*args).compile(OPTIMISED)(*args)
-        for way in ways
-    )
-    assert distance(found, exact) <= 0.05
+    def by_hand(*args):
+        return step(*jax.tree.map(lambda x: x.astype(jnp.bfloat16), args))
+
+    ways = map(changes, (autocast(step, "mixed_bfloat16"), by_hand, step))
+    *others, exact = (jax.jit(way).lower(*args).compile(OPTIMISED)(*args) for way in ways)
+    found, hand = (distance(other, exact) for other in others)
+    assert found <= 1.5 * hand + 0.01

@@ -1,7 +1,7 @@
 """Evaluating a plan, step by step. Everything was decided before."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting.evaluating._calls import CALLS
 from jmp_kit.casting.evaluating._site import Site
+from jmp_kit.casting.evaluating._wide import runnable
 from jmp_kit.casting.planning._biases import carrying_bias
 from jmp_kit.casting.planning._plan import Barrier, Call, Fixed, Form, Part, Piece, Plan, Stored
 from jmp_kit.programs._jaxpr import Atom, cast, cut_out, is_float32, is_var, retyped, widen
@@ -217,8 +218,9 @@ def _summed(
     Its derivatives are products in half: those of a product that gives float32 take float32.
     """
     eqn = eqn if marked_dtype(eqn) else marked(eqn, half)
-    as_half, operands = _retyped(jaxpr, eqn, half, half, env)
-    as_wide, _ = _retyped(jaxpr, eqn, half, np.dtype(np.float32), env)
+    narrow, wide = _retyped(eqn, half, half), _retyped(eqn, half, np.dtype(np.float32))
+    as_half, _ = cut_out(jaxpr, [narrow], narrow.outvars)
+    as_wide, _ = cut_out(jaxpr, runnable(wide), wide.outvars)
 
     @jax.custom_jvp
     def summed(*operands: Any) -> Any:
@@ -230,19 +232,25 @@ def _summed(
         return summed(*operands), cast(tangent, dtype)
 
     summed.defjvp(derivative)
-    return summed(*operands)
+    return summed(*_operands(eqn, narrow, env))
 
 
 def _in_dtype(jaxpr: Jaxpr, eqn: JaxprEqn, dtype: np.dtype, env: Mapping[Var, Any]) -> Any:
     """An equation's results, what is float32 in it in this dtype."""
-    function, operands = _retyped(jaxpr, eqn, dtype, dtype, env)
-    return function(*operands)
+    other = _retyped(eqn, dtype, dtype)
+    function, _ = cut_out(jaxpr, [other], other.outvars)
+    return function(*_operands(eqn, other, env))
 
 
-def _retyped(
-    jaxpr: Jaxpr, eqn: JaxprEqn, taken: np.dtype, given: np.dtype, env: Mapping[Var, Any]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """An equation, float32 in it in these dtypes, as a function, and what it is called with."""
+def _operands(eqn: JaxprEqn, other: JaxprEqn, env: Mapping[Var, Any]) -> list[Any]:
+    """What an equation takes, in the dtypes that another takes it in."""
+    with _named(eqn):
+        operands = (_read(a, env) for a in eqn.invars)
+        return [cast(x, v.aval.dtype) for x, v in zip(operands, other.invars, strict=True)]
+
+
+def _retyped(eqn: JaxprEqn, taken: np.dtype, given: np.dtype) -> JaxprEqn:
+    """An equation, float32 in it in these dtypes."""
 
     def in_dtype(atom: Atom, dtype: np.dtype) -> Var:
         return retyped(atom, dtype if is_float32(atom) else atom.aval.dtype)
@@ -252,11 +260,7 @@ def _retyped(
     params = dict(eqn.params)
     if "preferred_element_type" in params and is_float32(eqn.outvars[0]):
         params["preferred_element_type"] = given
-    other = eqn.replace(invars=invars, outvars=outvars, params=params)
-    function, _ = cut_out(jaxpr, [other], outvars)
-    with _named(eqn):
-        operands = (_read(a, env) for a in eqn.invars)
-        return function, [cast(x, v.aval.dtype) for x, v in zip(operands, invars, strict=True)]
+    return eqn.replace(invars=invars, outvars=outvars, params=params)
 
 
 def _call(jaxpr: Jaxpr, call: Call, env: Mapping[Var, Any]) -> Sequence[Any]:

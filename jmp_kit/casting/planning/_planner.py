@@ -40,7 +40,6 @@ from jmp_kit.casting.rewriting._rewritten import (
     with_float8,
     with_its_backward_pass,
 )
-from jmp_kit.casting.rewriting._turned import fronted
 from jmp_kit.programs._flow import Body, Flow, bodies_of, is_exact
 from jmp_kit.programs._jaxpr import is_complex, is_float32, is_small, is_var
 from jmp_kit.programs._marks import is_backward, marked_dtype, scope_of, stack_of
@@ -77,8 +76,6 @@ class Planner:
     def plan(self, jaxpr: Jaxpr, known: Known) -> Plan:
         """What is to become of a program."""
         jaxpr = with_float8(jaxpr, self.flow, self.float8_by_size, self.half)
-        if self.calls and is_backward(stack_of(self.calls[-1], self.calls[:-1])):
-            jaxpr = fronted(jaxpr, self.flow)  # or XLA has no float32 sum of halves on CPUs
         jaxpr, parts = repeated(
             jaxpr,
             self.flow,

@@ -42,6 +42,13 @@ class Operand(NamedTuple):
         return [i for i in range(len(shape_of(self.atom))) if i not in shared]
 
 
+def sides_of(eqn: JaxprEqn) -> tuple[Operand, Operand]:
+    """The operands of a matrix product."""
+    (ac, bc), (ab, bb) = eqn.params["dimension_numbers"]
+    a, b = eqn.invars
+    return Operand(a, ac, ab), Operand(b, bc, bb)
+
+
 def is_rounding(eqn: JaxprEqn) -> bool:
     """Whether it is of those that round an operand."""
     return _ROUNDED in stack_of(eqn)

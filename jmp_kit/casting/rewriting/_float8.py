@@ -30,6 +30,7 @@ from jmp_kit.casting.reading._operands import (
     along,
     named,
     rounded,
+    sides_of,
     thin,
 )
 from jmp_kit.casting.rewriting import _ragged as ragged
@@ -70,7 +71,7 @@ def why_half(eqn: JaxprEqn, by_size: bool) -> str:
 
 def _too_small(eqn: JaxprEqn) -> str:
     is_ragged = eqn.primitive.name == ragged.NAME
-    a, b = ragged.operands_of(eqn) if is_ragged else _operands(eqn)
+    a, b = ragged.operands_of(eqn) if is_ragged else sides_of(eqn)
     sizes = {
         "M": math.prod(shape_of(a.atom)[i] for i in a.kept),
         "N": math.prod(shape_of(b.atom)[i] for i in b.kept),
@@ -110,12 +111,6 @@ def in_float8(jaxpr: Jaxpr, flow: Flow, by_size: bool, half: np.dtype) -> Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def _operands(eqn: JaxprEqn) -> tuple[Operand, Operand]:
-    (ac, bc), (ab, bb) = eqn.params["dimension_numbers"]
-    a, b = eqn.invars
-    return Operand(a, ac, ab), Operand(b, bc, bb)
-
-
 def _goes_to_kernels(v: Var, uses: Mapping[Var, Sequence[JaxprEqn | None]]) -> bool:
     """Whether nothing computes with a product's result on its way to kernels, as of attention."""
     return all(
@@ -131,7 +126,7 @@ def _goes_to_kernels(v: Var, uses: Mapping[Var, Sequence[JaxprEqn | None]]) -> b
 def _written(
     eqn: JaxprEqn, copies: Mapping[Var, list[Copy]], half: np.dtype, is_apart: bool
 ) -> Iterator[JaxprEqn]:
-    sides, source, [result] = _operands(eqn), eqn.source_info, eqn.outvars
+    sides, source, [result] = sides_of(eqn), eqn.source_info, eqn.outvars
     found = [along(side, copies, side.kept) for side in sides]
     folding: list[Copy | None] = [None, None]
     if not any(found):
@@ -179,7 +174,7 @@ def _scaled_matrix(eqn: JaxprEqn, left: Sequence[int]) -> Callable[..., Any]:
 
     Of matrices, and of scales that are there before, XLA scales it in the kernel that makes it.
     """
-    sides, [result] = _operands(eqn), eqn.outvars
+    sides, [result] = sides_of(eqn), eqn.outvars
     contracted = [0 if 0 in side.contracted else 1 for side in sides]
 
     def matrix(x: Any, side: Operand, axis: int) -> Any:

@@ -1,0 +1,63 @@
+"""Products of halves in float32, written so that they run on CPUs; elsewhere as they were.
+
+XLA on CPUs has such a product of matrices. But it takes one with rows or columns of several axes,
+and turns round one whose result is transposed, and finds when the program runs that it cannot.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jmp_kit.casting.reading._operands import Operand, sides_of
+from jmp_kit.programs._jaxpr import equations_of, shape_of
+
+
+def runnable(product: JaxprEqn) -> list[JaxprEqn]:
+    """The equations of a product that is to give float32 of halves."""
+    is_known = product.primitive.name == "dot_general"
+    if is_known and any(len(side.kept) > 1 for side in sides_of(product)):
+        function = functools.partial(_either, product)
+    else:
+        function = functools.partial(_not_turned, product)
+    return list(equations_of(function, product.invars, product.outvars, product.source_info))
+
+
+def _not_turned(product: JaxprEqn, *operands: jax.Array) -> list[Any]:
+    result = product.primitive.bind(*operands, **product.params)
+    return [lax.platform_dependent(result, cpu=lax.optimization_barrier, default=_itself)]
+
+
+def _itself(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _either(product: JaxprEqn, *operands: jax.Array) -> list[Any]:
+    as_it_was = functools.partial(product.primitive.bind, **product.params)
+    of_matrices = functools.partial(_of_matrices, product)
+    return [lax.platform_dependent(*operands, cpu=of_matrices, default=as_it_was)]
+
+
+def _of_matrices(product: JaxprEqn, *operands: jax.Array) -> jax.Array:
+    sides, shape = sides_of(product), shape_of(product.outvars[0])
+    batch = tuple(range(len(sides[0].batch)))
+    contracted = tuple(len(batch) + 1 + i for i in range(len(sides[0].contracted)))
+    numbers = (contracted, contracted), (batch, batch)
+    matrices = map(_matrix, operands, sides)
+    result = product.primitive.bind(*matrices, **product.params | {"dimension_numbers": numbers})
+    return lax.reshape(lax.optimization_barrier(result), shape)
+
+
+def _matrix(x: jax.Array, side: Operand) -> jax.Array:
+    """With one axis of what it does not share, and what is contracted last."""
+
+    def sizes(axes: Sequence[int]) -> list[int]:
+        return [x.shape[i] for i in axes]
+
+    rows = lax.transpose(x, (*side.batch, *side.kept, *side.contracted))
+    shape = *sizes(side.batch), math.prod(sizes(side.kept)), *sizes(side.contracted)
+    return lax.reshape(rows, shape)

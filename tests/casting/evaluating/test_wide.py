@@ -1,0 +1,78 @@
+"""Products of halves in float32, gradients of weights, run on CPUs, in whatever axes they lie."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jmp_kit
+from jmp_kit import autocast
+from tests.casting.test_zoo import distance
+from tests.casting.zoo import mean_square
+from tests.compiling import OPTIMISED
+
+BATCHES = 4, 32, 64
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape) / 8
+
+
+def in_rounds(w, x):
+    return mean_square(lax.fori_loop(0, 3, lambda _, x: x + jnp.tanh(x @ w), x))
+
+
+def scanned(w, x):
+    return mean_square(lax.scan(lambda x, _: (x + jnp.tanh(x @ w), None), x, length=3)[0])
+
+
+def mapped(w, x):
+    return mean_square(lax.map(lambda x: jnp.tanh(x @ w), x[:, None]))
+
+
+def scanned_in_scans(w, x):
+    return lax.scan(lambda x, _: (scanned(w, x) * x, None), x, length=2)[0].sum()
+
+
+def rematerialised(w, x):
+    return jax.checkpoint(scanned)(w, x)
+
+
+LOOPS = [in_rounds, scanned, mapped, scanned_in_scans, rematerialised]
+
+# Of weights and activations; each failed.
+EINSUMS = {
+    "dhk,td->thk": ((32, 4, 16), (64, 32)),
+    "hdk,td->htk": ((4, 32, 16), (64, 32)),
+    "dbga,beg->bade": ((16, 3, 16, 3), (3, 4, 16)),
+    "ecfg,bf->egcb": ((16, 16, 2, 4), (16, 2)),
+}
+
+
+def assert_same(loss_fn, w, x, **options):
+    step = jax.value_and_grad(loss_fn)
+    ways = autocast(step, "mixed_bfloat16", **options), step
+    found, wanted = (jax.jit(way).lower(w, x).compile(OPTIMISED)(w, x)[1] for way in ways)
+    assert distance(found, wanted) <= 0.02
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("loss_fn", LOOPS, ids=lambda loss_fn: loss_fn.__name__)
+def test_gradients_of_loops(loss_fn, recompute):
+    assert_same(loss_fn, normal(0, 64, 64), normal(1, *BATCHES), recompute=recompute)
+
+
+@pytest.mark.parametrize("formula", EINSUMS)
+def test_gradients_by_weights_of_several_axes(formula):
+    w, x = (normal(i, *shape) for i, shape in enumerate(EINSUMS[formula]))
+    assert_same(lambda w, x: mean_square(1 + jnp.tanh(jnp.einsum(formula, w, x))), w, x)
+
+
+def test_each_row_of_a_batch_alone():
+    """What runs in place of such a product can be mapped, too."""
+    loss_fn = lambda w, x: mean_square(1 + jnp.einsum("dhk,td->thk", w, x))  # noqa: E731
+    w, x = normal(0, 32, 4, 16), normal(1, 3, 64, 32)
+    step = jmp_kit.value_and_grad(autocast(loss_fn, "mixed_bfloat16"), jmp_kit.NoOpLossScale())
+    found = jax.jit(jax.vmap(lambda x: step(w, x)[1])).lower(x).compile(OPTIMISED)(x)
+    wanted = jax.vmap(lambda x: jax.grad(loss_fn)(w, x))(x)
+    assert distance(found, wanted) <= 0.02
