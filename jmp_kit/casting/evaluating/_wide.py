@@ -14,13 +14,17 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_kit.casting.reading._operands import Operand, sides_of
+from jmp_kit.programs._axes import is_shared
 from jmp_kit.programs._jaxpr import equations_of, shape_of
 
 
 def runnable(product: JaxprEqn) -> list[JaxprEqn]:
-    """The equations of a product that is to give float32 of halves."""
-    is_known = product.primitive.name == "dot_general"
-    if is_known and any(len(side.kept) > 1 for side in sides_of(product)):
+    """The equations of a product that is to give float32 of halves.
+
+    On a mesh its axes stay: what lies on devices along two axes cannot lie along one.
+    """
+    has_axes = product.primitive.name == "dot_general" and not any(map(is_shared, product.invars))
+    if has_axes and any(len(side.kept) > 1 for side in sides_of(product)):
         function = functools.partial(_either, product)
     else:
         function = functools.partial(_not_turned, product)

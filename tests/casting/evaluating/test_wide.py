@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmp_kit
 from jmp_kit import autocast
@@ -76,3 +77,15 @@ def test_each_row_of_a_batch_alone():
     found = jax.jit(jax.vmap(lambda x: step(w, x)[1])).lower(x).compile(OPTIMISED)(x)
     wanted = jax.vmap(lambda x: jax.grad(loss_fn)(w, x))(x)
     assert distance(found, wanted) <= 0.02
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_weights_of_several_axes_on_a_mesh(kind):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    w, x = normal(0, 32, 4, 16), normal(1, 64, 32)
+    with jax.set_mesh(mesh):
+        placed = (
+            jax.device_put(w, NamedSharding(mesh, PartitionSpec(None, None, "model"))),
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))),
+        )
+        assert_same(lambda w, x: mean_square(1 + jnp.einsum("dhk,td->thk", w, x)), *placed)
