@@ -26,6 +26,9 @@ ragged products."""
 # What libraries compute as one, attention say.
 KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
 
+# Calls without parameters, of what `jax.checkpoint` wraps in a forward pass say, in JAX's versions.
+OPEN_CALLS = ("closed_call", "core_call", "eval_jaxpr")
+
 # What adds two values, or their difference.
 ADDS = {"add", "add_any"}
 SUMS = ADDS | {"sub"}
@@ -59,7 +62,7 @@ def bodies_of(eqn: JaxprEqn) -> list[Body]:
     n_in, n_out = len(eqn.invars), len(eqn.outvars)
     if name in ("jit", "pjit", "remat2", "checkpoint", "shard_map"):
         return [Body(*opened(params["jaxpr"]), range(n_in), range(n_out))]
-    if name in ("custom_jvp_call", "custom_vjp_call", "composite", "eval_jaxpr"):
+    if name in ("custom_jvp_call", "custom_vjp_call", "composite", *OPEN_CALLS):
         inside = params.get("call_jaxpr") or params["jaxpr"]  # of a composite up to JAX 0.11
         return [Body(*opened(inside), range(n_in), range(n_out))]
     if name == "custom_vmap_call":

@@ -9,6 +9,7 @@ from jax import lax
 
 from jmp_kit.casting.evaluating._custom_derivatives import custom_jvp, custom_vjp
 from jmp_kit.casting.evaluating._site import Site
+from jmp_kit.programs._flow import OPEN_CALLS
 from jmp_kit.programs._jaxpr import cast, scan_counts, settled, shape_of, where_rows
 
 
@@ -141,7 +142,7 @@ CALLS: dict[str, Callable[[Site], Sequence[Any]]] = {
     "custom_jvp_call": custom_jvp,
     "custom_vjp_call": custom_vjp,
     "composite": _opened,
-    "eval_jaxpr": _opened,
+    **dict.fromkeys(OPEN_CALLS, _opened),
     "custom_vmap_call": _custom_vmap,
     "cond": _cond,
     "scan": _scan,
