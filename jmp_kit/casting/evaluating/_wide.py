@@ -6,28 +6,27 @@ and turns round one whose result is transposed, and finds when the program runs 
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jmp_kit.casting.reading._operands import Operand, sides_of
 from jmp_kit.programs._axes import is_shared
-from jmp_kit.programs._jaxpr import equations_of, shape_of
+from jmp_kit.programs._jaxpr import cast, equations_of, shape_of
 
 
 def runnable(product: JaxprEqn) -> list[JaxprEqn]:
-    """The equations of a product that is to give float32 of halves.
-
-    On a mesh its axes stay: what lies on devices along two axes cannot lie along one.
-    """
-    has_axes = product.primitive.name == "dot_general" and not any(map(is_shared, product.invars))
-    if has_axes and any(len(side.kept) > 1 for side in sides_of(product)):
-        function = functools.partial(_either, product)
-    else:
-        function = functools.partial(_not_turned, product)
+    """The equations of a product that is to give float32 of halves."""
+    has_sides = product.primitive.name == "dot_general"
+    function = functools.partial(_not_turned, product)
+    if has_sides and any(len(side.kept) > 1 for side in sides_of(product)):
+        # What lies on devices along two axes cannot lie along one.
+        is_split = any(map(is_shared, product.invars))
+        function = functools.partial(_either, product, _of_float32 if is_split else _of_matrices)
     return list(equations_of(function, product.invars, product.outvars, product.source_info))
 
 
@@ -40,10 +39,19 @@ def _itself(x: jax.Array) -> jax.Array:
     return x
 
 
-def _either(product: JaxprEqn, *operands: jax.Array) -> list[Any]:
+def _either(
+    product: JaxprEqn, on_cpus: Callable[..., jax.Array], *operands: jax.Array
+) -> list[Any]:
     as_it_was = functools.partial(product.primitive.bind, **product.params)
-    of_matrices = functools.partial(_of_matrices, product)
-    return [lax.platform_dependent(*operands, cpu=of_matrices, default=as_it_was)]
+    on_cpus = functools.partial(on_cpus, product)
+    return [lax.platform_dependent(*operands, cpu=on_cpus, default=as_it_was)]
+
+
+def _of_float32(product: JaxprEqn, *operands: jax.Array) -> jax.Array:
+    """Of the same values: as exact, if not as fast on every CPU."""
+    wide = (cast(x, jnp.float32) for x in operands)
+    result: jax.Array = product.primitive.bind(*wide, **product.params)
+    return result
 
 
 def _of_matrices(product: JaxprEqn, *operands: jax.Array) -> jax.Array:

@@ -19,11 +19,7 @@ def summed_first(
     uses: Mapping[Var, Sequence[JaxprEqn | None]],
     is_late: Callable[[JaxprEqn], bool],
 ) -> Iterator[list[JaxprEqn]]:
-    """The parts, such sums that several parts take in parts of their own.
-
-    Nothing may come between a product and what XLA adds in its kernel: what waits for the product
-    waits for the sum.
-    """
+    """The parts, such sums in parts of their own."""
     products = {v for part in parts for e in part if flow.is_product(e) for v in e.outvars}
     for part in parts:
         these = set(map(id, part))

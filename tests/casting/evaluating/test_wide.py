@@ -79,13 +79,32 @@ def test_each_row_of_a_batch_alone():
     assert distance(found, wanted) <= 0.02
 
 
+def attended(w, x):
+    return mean_square(1 + jnp.tanh(jnp.einsum("dhk,td->thk", w, x)))
+
+
+def attended_in_scan(w, xs):
+    return lax.scan(lambda total, x: (total + attended(w, x), None), 0.0, xs)[0]
+
+
+def args_of(loss_fn):
+    return normal(0, 32, 4, 16), normal(1, *[2] * (loss_fn is attended_in_scan), 64, 32)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-def test_weights_of_several_axes_on_a_mesh(kind):
+@pytest.mark.parametrize("loss_fn", [attended, attended_in_scan])
+def test_weights_of_several_axes_on_a_mesh(loss_fn, kind):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
-    w, x = normal(0, 32, 4, 16), normal(1, 64, 32)
+    w, x = args_of(loss_fn)
     with jax.set_mesh(mesh):
         placed = (
             jax.device_put(w, NamedSharding(mesh, PartitionSpec(None, None, "model"))),
-            jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))),
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec(*[None] * (x.ndim - 2), "data"))),
         )
-        assert_same(lambda w, x: mean_square(1 + jnp.einsum("dhk,td->thk", w, x)), *placed)
+        assert_same(loss_fn, *placed)
+
+
+@pytest.mark.parametrize("loss_fn", [attended, attended_in_scan])
+def test_weights_of_several_axes_on_every_device(loss_fn):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    assert_same(loss_fn, *jax.device_put(args_of(loss_fn), NamedSharding(mesh, PartitionSpec())))
