@@ -26,8 +26,8 @@ ragged products."""
 # What libraries compute as one, attention say.
 KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
 
-# Calls without parameters, of what `jax.checkpoint` wraps in a forward pass say, in JAX's versions.
-OPEN_CALLS = ("closed_call", "core_call", "eval_jaxpr")
+# Calls that only call, what `jax.checkpoint` wraps in a forward pass say: of JAX 0.10, and later.
+OPEN_CALLS = ("closed_call", "eval_jaxpr")
 
 # What adds two values, or their difference.
 ADDS = {"add", "add_any"}

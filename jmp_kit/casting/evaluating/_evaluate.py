@@ -220,11 +220,12 @@ def _summed(
     eqn = eqn if marked_dtype(eqn) else marked(eqn, half)
     narrow, wide = _retyped(eqn, half, half), _retyped(eqn, half, np.dtype(np.float32))
     as_half, _ = cut_out(jaxpr, [narrow], narrow.outvars)
-    as_wide, _ = cut_out(jaxpr, runnable(wide), wide.outvars)
+    as_wide, taken = cut_out(jaxpr, runnable(wide), wide.outvars)
 
     @jax.custom_jvp
     def summed(*operands: Any) -> Any:
-        [result] = as_wide(*operands)
+        values = dict(zip(wide.invars, operands, strict=True))
+        [result] = as_wide(*(values[v] for v in taken))
         return cast(result, dtype)
 
     def derivative(operands: Any, tangents: Any) -> Any:

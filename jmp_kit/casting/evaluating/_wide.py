@@ -1,7 +1,8 @@
 """Products of halves in float32, written so that they run on CPUs; elsewhere as they were.
 
-XLA on CPUs has such a product of matrices. But it takes one with rows or columns of several axes,
-and turns round one whose result is transposed, and finds when the program runs that it cannot.
+XLA on CPUs has such a product of matrices, and of batches of these, whose axes come first. But it
+takes others, and turns round one whose result is transposed, and finds when the program runs that
+it cannot.
 """
 
 import functools
@@ -21,13 +22,18 @@ from jmp_kit.programs._jaxpr import cast, equations_of, shape_of
 
 def runnable(product: JaxprEqn) -> list[JaxprEqn]:
     """The equations of a product that is to give float32 of halves."""
-    has_sides = product.primitive.name == "dot_general"
+    is_dot = product.primitive.name == "dot_general"
     function = functools.partial(_not_turned, product)
-    if has_sides and any(len(side.kept) > 1 for side in sides_of(product)):
+    if is_dot and not all(map(_is_matrix, sides_of(product))):
         # What lies on devices along two axes cannot lie along one.
-        is_split = any(map(is_shared, product.invars))
-        function = functools.partial(_either, product, _of_float32 if is_split else _of_matrices)
+        is_on_mesh = any(map(is_shared, product.invars))
+        function = functools.partial(_either, product, _of_float32 if is_on_mesh else _of_matrices)
     return list(equations_of(function, product.invars, product.outvars, product.source_info))
+
+
+def _is_matrix(side: Operand) -> bool:
+    """Whether batch axes come first, and one axis at most is not shared."""
+    return len(side.kept) < 2 and list(side.batch) == list(range(len(side.batch)))
 
 
 def _not_turned(product: JaxprEqn, *operands: jax.Array) -> list[Any]:

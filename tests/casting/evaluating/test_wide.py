@@ -108,3 +108,39 @@ def test_weights_of_several_axes_on_a_mesh(loss_fn, kind):
 def test_weights_of_several_axes_on_every_device(loss_fn):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     assert_same(loss_fn, *jax.device_put(args_of(loss_fn), NamedSharding(mesh, PartitionSpec())))
+
+
+# Batch axes that are not first, of weights or of activations.
+BATCHED = {
+    "nio,tin->nto": ((2, 4, 32), (32, 4, 2)),
+    "nio,tni->nto": ((2, 4, 32), (32, 2, 4)),
+    "onmj,tmnj->otnm": ((32, 2, 2, 4), (32, 2, 2, 4)),
+}
+
+
+def batched(formula, is_scanned):
+    def loss_fn(w, x):
+        return mean_square(1 + jnp.tanh(jnp.einsum(formula, w, x)))
+
+    def scanned(w, x):
+        return lax.scan(lambda total, x: (total + loss_fn(w, x), None), 0.0, x)[0]
+
+    w, x = (normal(i, *shape) for i, shape in enumerate(BATCHED[formula]))
+    return (scanned, w, jnp.stack([x, x])) if is_scanned else (loss_fn, w, x)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("is_scanned", [True, False])
+@pytest.mark.parametrize("formula", BATCHED)
+def test_batch_axes_need_not_be_first(formula, is_scanned, recompute):
+    assert_same(*batched(formula, is_scanned), recompute=recompute)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("is_scanned", [True, False])
+@pytest.mark.parametrize("formula", BATCHED)
+def test_batch_axes_need_not_be_first_on_a_mesh(formula, is_scanned, kind):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    loss_fn, *args = batched(formula, is_scanned)
+    with jax.set_mesh(mesh):
+        assert_same(loss_fn, *jax.device_put(args, NamedSharding(mesh, PartitionSpec())))
