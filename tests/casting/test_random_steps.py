@@ -119,7 +119,8 @@ def network_of(seed, most=9):
     return network
 
 
-def mean_square(y):
+def loss_of(y):
+    """Whose gradient knows a sign."""
     return jnp.mean(jnp.square(y.astype(jnp.float32)) + y.astype(jnp.float32))
 
 
@@ -135,7 +136,7 @@ def test_gradients_of_random_networks(seed):
     network = network_of(seed)
 
     def loss_fn(w, x):
-        return mean_square(network(w, x))
+        return loss_of(network(w, x))
 
     def by_hand(w, x):
         return loss_fn(*jax.tree.map(lambda x: x.astype(jnp.bfloat16), (w, x)))

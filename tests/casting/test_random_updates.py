@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from jmp_kit import autocast
-from tests.casting.test_random_steps import SHAPE, WEIGHTS, X, distance, mean_square, network_of
+from tests.casting.test_random_steps import SHAPE, WEIGHTS, X, distance, loss_of, network_of
 from tests.compiling import OPTIMISED, quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -22,35 +22,35 @@ def updated(w, gradients):
 
 def adversarial(one, other, w, v, x):
     def told_apart(v):
-        return mean_square(other(v, x)) + mean_square(-other(v, one(w, x)))
+        return loss_of(other(v, x)) + loss_of(-other(v, one(w, x)))
 
     v = updated(v, jax.grad(told_apart)(v))
-    return updated(w, jax.grad(lambda w: mean_square(other(v, one(w, x))))(w)), v
+    return updated(w, jax.grad(lambda w: loss_of(other(v, one(w, x))))(w)), v
 
 
 def meta(one, other, w, v, x):
     def after_a_step(w):
-        gradients = jax.grad(lambda w: mean_square(one(w, x)))(w)
-        return mean_square(one(updated(w, gradients), x[::-1]))
+        gradients = jax.grad(lambda w: loss_of(one(w, x)))(w)
+        return loss_of(one(updated(w, gradients), x[::-1]))
 
     return updated(w, jax.grad(after_a_step)(w)), v
 
 
 def followed(one, other, w, v, x):
     wanted = lax.stop_gradient(one(v, x))
-    w = updated(w, jax.grad(lambda w: mean_square(one(w, x) - wanted))(w))
+    w = updated(w, jax.grad(lambda w: loss_of(one(w, x) - wanted))(w))
     return w, jax.tree.map(lambda w, v: 0.1 * w + 0.9 * v, w, v)
 
 
 def sharpness_aware(one, other, w, v, x):
-    slope = jax.grad(lambda w: mean_square(one(w, x)))
+    slope = jax.grad(lambda w: loss_of(one(w, x)))
     above = jax.tree.map(lambda w, g: w + g / 8, w, slope(w))
     return updated(w, slope(above)), v
 
 
 def accumulated(one, other, w, v, x):
     def add(total, x):
-        gradients = jax.grad(lambda w: mean_square(one(w, jnp.tile(x, (2, 1, 1)))))(w)
+        gradients = jax.grad(lambda w: loss_of(one(w, jnp.tile(x, (2, 1, 1)))))(w)
         return jax.tree.map(jnp.add, total, gradients), None
 
     zeros = jax.tree.map(jnp.zeros_like, w)
@@ -59,14 +59,14 @@ def accumulated(one, other, w, v, x):
 
 def by_inputs(one, other, w, v, x):
     def loss_fn(w):
-        return mean_square(other(w, x - 100 * jax.grad(lambda x: mean_square(one(w, x)))(x)))
+        return loss_of(other(w, x - 100 * jax.grad(lambda x: loss_of(one(w, x)))(x)))
 
     return updated(w, jax.grad(loss_fn)(w)), v
 
 
 def twice(one, other, w, v, x):
     for each in (x, x + 1):
-        loss_fn = lambda w, v, x=each: mean_square(other(v, one(w, x)))  # noqa: E731
+        loss_fn = lambda w, v, x=each: loss_of(other(v, one(w, x)))  # noqa: E731
         w, v = map(updated, (w, v), jax.grad(loss_fn, (0, 1))(w, v))
     return w, v
 
