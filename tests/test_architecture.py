@@ -33,7 +33,8 @@ FLOORS = {
     "cli": 6,
     "__init__": 7,
 }
-# Of what autocast is made of: a function is traced, read, rewritten, planned and evaluated.
+# What autocast is made of. A function is traced and read; it is told what to compute again; it is
+# rewritten, planned and evaluated.
 CASTING_FLOORS = {
     "_regions": 0,
     "_models": 0,

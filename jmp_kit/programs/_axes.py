@@ -1,7 +1,8 @@
-"""What equations do to axes: reshape them, reduce them, or give each value in its place."""
+"""What equations do to axes: reshape, reduce or contract them, or give each value in its place."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var, primitives
 from jax.sharding import AxisType
@@ -68,3 +69,24 @@ def is_shared(atom: Atom) -> bool:
     sharding = getattr(atom.aval, "sharding", None)
     kinds = sharding.mesh.axis_types if sharding and not sharding.mesh.empty else ()
     return any(kind is not AxisType.Manual for kind in kinds)
+
+
+class Operand(NamedTuple):
+    """Of a product: the value, and the axes that it shares with the other, in the same order."""
+
+    atom: Any
+    contracted: Sequence[int]
+    batch: Sequence[int]
+
+    @property
+    def kept(self) -> list[int]:
+        """The other axes."""
+        shared = {*self.contracted, *self.batch}
+        return [i for i in range(len(shape_of(self.atom))) if i not in shared]
+
+
+def sides_of(eqn: JaxprEqn) -> tuple[Operand, Operand]:
+    """The operands of a matrix product."""
+    (ac, bc), (ab, bb) = eqn.params["dimension_numbers"]
+    a, b = eqn.invars
+    return Operand(a, ac, ab), Operand(b, bc, bb)

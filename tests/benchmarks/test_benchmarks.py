@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import corpus, gpt, report, results, torch_gpt
+from benchmarks import corpus, gpt, gpt_size, report, results, torch_gpt
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.compiled import product_dtypes, program_bytes
 from benchmarks.deviceless import H200
@@ -171,7 +171,7 @@ def test_a_model_without_float8_is_not_called_float8():
 
 def test_the_operations_of_a_gpt():
     """Counted by XLA for the forward pass: a third of a step's, attention whole."""
-    size = gpt.Size(layers=2, heads=2, width=128, batch=2, time=64, vocabulary=512)
+    size = gpt_size.Size(layers=2, heads=2, width=128, batch=2, time=64, vocabulary=512)
     task = gpt.task(size)
     params, rest = jax.eval_shape(lambda: task.variables)
     tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)

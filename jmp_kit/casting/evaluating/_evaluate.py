@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting.evaluating._calls import CALLS
 from jmp_kit.casting.evaluating._site import Site
-from jmp_kit.casting.evaluating._wide import runnable
+from jmp_kit.casting.evaluating._wide import behind_on_cpus, runnable
 from jmp_kit.casting.planning._biases import carrying_bias
 from jmp_kit.casting.planning._plan import Barrier, Call, Fixed, Form, Part, Piece, Plan, Stored
 from jmp_kit.programs._jaxpr import Atom, cast, cut_out, is_float32, is_var, retyped, widen
@@ -50,12 +50,9 @@ def _read(atom: Atom, env: Mapping[Var, Any]) -> Any:
 
 def _behind(barrier: Barrier, env: Mapping[Var, Any]) -> Sequence[Any]:
     values = [_read(a, env) for a in barrier.eqn.invars]
-    if not barrier.on_cpus:
-        return lax.optimization_barrier(values)
-    on_cpus: Any = lax.platform_dependent(
-        values, cpu=lax.optimization_barrier, default=lambda values: values
-    )
-    return on_cpus
+    behind = behind_on_cpus if barrier.on_cpus else lax.optimization_barrier
+    result: Sequence[Any] = behind(values)
+    return result
 
 
 def _piece(jaxpr: Jaxpr, piece: Piece, env: Env) -> dict[Var, Any]:

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jmp_kit.casting.reading._operands import Operand, sides_of
-from jmp_kit.programs._axes import is_shared
+from jmp_kit.programs._axes import Operand, is_shared, sides_of
 from jmp_kit.programs._jaxpr import cast, equations_of, shape_of
 
 
@@ -37,12 +36,14 @@ def _is_matrix(side: Operand) -> bool:
 
 
 def _not_turned(product: JaxprEqn, *operands: jax.Array) -> list[Any]:
-    result = product.primitive.bind(*operands, **product.params)
-    return [lax.platform_dependent(result, cpu=lax.optimization_barrier, default=_itself)]
+    return [behind_on_cpus(product.primitive.bind(*operands, **product.params))]
 
 
-def _itself(x: jax.Array) -> jax.Array:
-    return x
+def behind_on_cpus(values: Any) -> Any:
+    """The same, behind a barrier where it runs on a CPU."""
+    return lax.platform_dependent(
+        values, cpu=lax.optimization_barrier, default=lambda values: values
+    )
 
 
 def _either(

@@ -24,8 +24,8 @@ from jmp_kit.casting.planning._matrices import of_matrices
 from jmp_kit.casting.planning._plan import Form, Piece, Stored
 from jmp_kit.casting.planning._program import Program
 from jmp_kit.casting.planning._shapes import Shaped, in_one_shape
-from jmp_kit.casting.reading._operands import is_rounding
 from jmp_kit.casting.reading._parts import acts
+from jmp_kit.casting.reading._rounding import is_rounding
 from jmp_kit.casting.reading._worth import (
     FEW,
     MOST_CUTS,

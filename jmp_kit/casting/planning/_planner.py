@@ -30,8 +30,8 @@ from jmp_kit.casting.planning._plan import (
 from jmp_kit.casting.planning._program import Program, read
 from jmp_kit.casting.reading._accumulated import is_accumulated
 from jmp_kit.casting.reading._joined import added, joined, streams
-from jmp_kit.casting.reading._operands import is_scaled_at_once, rounded_twice
 from jmp_kit.casting.reading._parts import acts, is_barrier, split_at
+from jmp_kit.casting.reading._rounding import is_scaled_at_once, rounded_twice
 from jmp_kit.casting.reading._state import STATE, States
 from jmp_kit.casting.reading._worth import is_kept, is_linear, normed, reduced, woven
 from jmp_kit.casting.rewriting._rewritten import (

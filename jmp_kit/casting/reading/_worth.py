@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.casting.reading._operands import is_rounding
+from jmp_kit.casting.reading._rounding import is_rounding
 from jmp_kit.programs._flow import KERNELS, PAIRED, SUMS, Flow
 from jmp_kit.programs._jaxpr import (
     Atom,

@@ -66,7 +66,7 @@ def _var_of(name: Hashable) -> Var:
 
 def _there_for_the_loss(program: ForwardPass) -> Iterator[tuple[Var, int]]:
     """What the last products of the forward pass give, logits say, and the part that takes it."""
-    begins = min((i for i, part in enumerate(program.parts) if any(map(program.is_late, part))))
+    begins = min(i for i, part in enumerate(program.parts) if any(map(program.is_late, part)))
     for eqn in program.eqns:
         if program.flow.is_product(eqn) and not program.is_late(eqn):
             for v in eqn.outvars:

@@ -10,8 +10,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting.reading._joined import is_sum
-from jmp_kit.casting.reading._operands import is_scaled_at_once
 from jmp_kit.casting.reading._parts import barrier_of, is_barrier
+from jmp_kit.casting.reading._rounding import is_scaled_at_once
 from jmp_kit.casting.recomputing._again import kept
 from jmp_kit.casting.recomputing._peak import there_at_the_peak
 from jmp_kit.casting.recomputing._taken import ForwardPass, Part, Rounded

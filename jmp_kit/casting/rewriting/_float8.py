@@ -23,17 +23,10 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit._dtypes import FLOAT8
-from jmp_kit.casting.reading._operands import (
-    SCALED_AT_ONCE,
-    Copy,
-    Operand,
-    along,
-    named,
-    rounded,
-    sides_of,
-    thin,
-)
+from jmp_kit.casting.reading._rounding import SCALED_AT_ONCE
 from jmp_kit.casting.rewriting import _ragged as ragged
+from jmp_kit.casting.rewriting._scaled import Copy, along, named, rounded, thin
+from jmp_kit.programs._axes import Operand, sides_of
 from jmp_kit.programs._flow import KERNELS, MOVES, Flow
 from jmp_kit.programs._jaxpr import cast, equations_of, shape_of, uses_of
 from jmp_kit.programs._marks import marked, marked_dtype

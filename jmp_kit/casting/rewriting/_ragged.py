@@ -20,9 +20,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit._dtypes import FLOAT8
-from jmp_kit.casting.reading._operands import (
+from jmp_kit.casting.rewriting._scaled import (
     Copy,
-    Operand,
     across,
     along,
     as_rounding,
@@ -31,6 +30,7 @@ from jmp_kit.casting.reading._operands import (
     scale_of,
     thin,
 )
+from jmp_kit.programs._axes import Operand
 from jmp_kit.programs._jaxpr import cast, equations_of, shape_of
 from jmp_kit.programs._marks import marked
 

@@ -1,6 +1,5 @@
 """Operands of products in float8: scaled and rounded, and the copies of them that there are."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,11 +8,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit._dtypes import FLOAT8
+from jmp_kit.casting.reading._rounding import ROUNDED
+from jmp_kit.programs._axes import Operand
 from jmp_kit.programs._jaxpr import equations_of, is_var, shape_of
-from jmp_kit.programs._marks import OURS, stack_of
-
-_ROUNDED = f"{OURS}float8_by_"
-SCALED_AT_ONCE = f"{OURS}scaled_at_once"
 
 _LARGEST = float(jnp.finfo(FLOAT8).max)
 # Of which the reciprocal is finite: rows of zeros have a scale, too.
@@ -28,45 +25,6 @@ class Copy(NamedTuple):
     reduced: frozenset[int]  # the axes along which the scale is one
 
 
-class Operand(NamedTuple):
-    """Of a product: the value, and the axes that it shares with the other, in the same order."""
-
-    atom: Any
-    contracted: Sequence[int]
-    batch: Sequence[int]
-
-    @property
-    def kept(self) -> list[int]:
-        """The other axes."""
-        shared = {*self.contracted, *self.batch}
-        return [i for i in range(len(shape_of(self.atom))) if i not in shared]
-
-
-def sides_of(eqn: JaxprEqn) -> tuple[Operand, Operand]:
-    """The operands of a matrix product."""
-    (ac, bc), (ab, bb) = eqn.params["dimension_numbers"]
-    a, b = eqn.invars
-    return Operand(a, ac, ab), Operand(b, bc, bb)
-
-
-def is_rounding(eqn: JaxprEqn) -> bool:
-    """Whether it is of those that round an operand."""
-    return _ROUNDED in stack_of(eqn)
-
-
-def rounded_twice(segment: Sequence[JaxprEqn]) -> set[Var]:
-    """The values that a segment rounds to float8 in two ways, by rows and by columns."""
-    ways: dict[Var, set[str]] = defaultdict(set)
-    made: set[Var] = set()
-    for eqn in segment:
-        _, is_named, way = stack_of(eqn).rpartition(_ROUNDED)
-        if is_named:
-            made.update(eqn.outvars)
-            for atom in filter(is_var, eqn.invars):
-                ways[atom].add(way)
-    return {v for v, found in ways.items() if len(found) > 1 and v not in made}
-
-
 def named(source: Any, name: str) -> Any:
     """What is known of where an equation comes from, with one more name around it."""
     return source.replace(name_stack=source.name_stack.extend(name))
@@ -74,7 +32,7 @@ def named(source: Any, name: str) -> Any:
 
 def as_rounding(source: Any, axes: Sequence[int], within: str = "") -> Any:
     """The same, of one that rounds an operand, its scale one along these axes (within …)."""
-    return named(source, _ROUNDED + "_".join(map(str, axes)) + within)
+    return named(source, ROUNDED + "_".join(map(str, axes)) + within)
 
 
 def copy_of(atom: Any, axes: Sequence[int]) -> Copy:
@@ -145,8 +103,3 @@ def thin(scale: Any, sides: Sequence[Operand], place: int) -> Any:
     scale = lax.transpose(scale, [left.index(i) for i in (*side.batch, *side.kept)])
     start = len(side.batch) + (len(side.kept) if place == 0 else 0)
     return lax.expand_dims(scale, range(start, start + len(other.kept)))
-
-
-def is_scaled_at_once(eqn: JaxprEqn) -> bool:
-    """Whether it is a product that XLA scales where it makes it."""
-    return SCALED_AT_ONCE in stack_of(eqn)
