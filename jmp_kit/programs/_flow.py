@@ -104,12 +104,9 @@ class Flow:
 
     def holds_product(self, eqn: JaxprEqn) -> bool:
         """Whether there is a product in a jaxpr inside the equation, however deep."""
-        is_left_alone = is_in_full_precision(eqn) or is_kernel(eqn)
-        return (self.every or not is_left_alone) and any(
-            self.is_product(inner) or self.holds_product(inner)
-            for jaxpr in subjaxprs(eqn)
-            for inner in jaxpr.eqns
-        )
+        inside = (inner for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns)
+        is_there = any(self.is_product(inner) or self.holds_product(inner) for inner in inside)
+        return is_there and (self.every or not (is_in_full_precision(eqn) or is_kernel(eqn)))
 
     def is_call(self, eqn: JaxprEqn) -> bool:
         """Whether it is planned by what is inside: it holds a product, or is a scan.
@@ -245,7 +242,7 @@ def is_kernel(eqn: JaxprEqn) -> bool:
 
 
 def _is_half_kernel(eqn: JaxprEqn) -> bool:
-    return _takes_halves(eqn) and any(name.startswith(KERNELS) for name in names_within(eqn))
+    return any(name.startswith(KERNELS) for name in names_within(eqn)) and _takes_halves(eqn)
 
 
 def _takes_halves(eqn: JaxprEqn) -> bool:
