@@ -7,7 +7,7 @@ Up to 0.11 a scan says `num_consts` and `num_carry`; from 0.12 it has trees, `ft
 import collections
 import math
 import operator
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,10 +102,15 @@ def _plain(size: Any) -> Any:
     return size.size if isinstance(size, _SymbolicSize) else size
 
 
-def is_small(atom: Atom, eqns: Sequence[JaxprEqn]) -> bool:
-    """Whether storing it in half saves nothing, beside the largest value of these equations."""
-    largest = max((size_of(a) for e in eqns for a in (*e.invars, *e.outvars)), default=0)
-    return size_of(atom) * _SMALL < largest
+def largest_size(eqns: Iterable[JaxprEqn]) -> Any:
+    """Of the values that these equations take and give."""
+    return max((size_of(a) for e in eqns for a in (*e.invars, *e.outvars)), default=0)
+
+
+def is_small(atom: Atom, beside: Any) -> bool:
+    """Whether storing it in half saves nothing, beside values of this size."""
+    small: bool = size_of(atom) * _SMALL < beside
+    return small
 
 
 def opened(jaxpr: Any) -> tuple[Jaxpr, list[Any]]:

@@ -1,7 +1,6 @@
 """What autocast promises beyond numbers: dtypes in between, effects, arguments, errors."""
 
 import re
-import sys
 
 import equinox as eqx
 import jax
@@ -15,6 +14,7 @@ from jax.experimental import pallas
 import jmp_kit
 from jmp_kit import PRODUCTS, autocast, full_precision
 from jmp_kit.programs._jaxpr import subjaxprs
+from tests.casting.calls import calls_of_ours
 from tests.casting.test_zoo import products_of
 from tests.casting.zoo import SQUARE, ZOO, X, mean_square
 
@@ -512,20 +512,7 @@ def test_tracing_takes_work_in_proportion():
                 x = jnp.tanh(x @ w)
             return x
 
-        count = 0
-
-        def counted(frame, event, _):
-            nonlocal count
-            count += event == "call" and "jmp_kit" in frame.f_code.co_filename
-
-        half, args = autocast(fun, "mixed_bfloat16"), ([SQUARE[0]] * layers, X)
-        before = sys.getprofile()
-        sys.setprofile(counted)
-        try:
-            jax.make_jaxpr(half)(*args)
-        finally:
-            sys.setprofile(before)
-        return count
+        return calls_of_ours(autocast(fun, "mixed_bfloat16"), [SQUARE[0]] * layers, X)
 
     twenty, two_hundred = calls(20), calls(200)
     assert 20 < twenty < two_hundred < 12 * twenty

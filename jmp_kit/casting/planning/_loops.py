@@ -11,7 +11,14 @@ from jmp_kit.casting.planning._plan import Known, Stored
 from jmp_kit.casting.reading._parts import parts_of
 from jmp_kit.casting.reading._state import STATE
 from jmp_kit.programs._flow import Body, Flow, bodies_of
-from jmp_kit.programs._jaxpr import every_equation, is_float32, is_small, scan_counts, uses_of
+from jmp_kit.programs._jaxpr import (
+    every_equation,
+    is_float32,
+    is_small,
+    largest_size,
+    scan_counts,
+    uses_of,
+)
 from jmp_kit.programs._marks import marked_dtype
 
 
@@ -51,7 +58,7 @@ def carried(
         dtype = np.dtype(np.float32)
         if known.whole[result]:
             why = _plan.UPDATED if known.origins[variable] & STATE else _plan.LEADS
-        elif is_small(var, beside):
+        elif is_small(var, largest_size(beside)):
             why = _plan.SMALL
         else:
             dtype, why = inside.half, _plan.ANEW

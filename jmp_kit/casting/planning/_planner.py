@@ -41,7 +41,7 @@ from jmp_kit.casting.rewriting._rewritten import (
     with_its_backward_pass,
 )
 from jmp_kit.programs._flow import Body, Flow, bodies_of, is_exact
-from jmp_kit.programs._jaxpr import is_complex, is_float32, is_small, is_var
+from jmp_kit.programs._jaxpr import is_complex, is_float32, is_small, is_var, largest_size
 from jmp_kit.programs._marks import is_backward, marked_dtype, scope_of, stack_of
 
 # What solves to the precision that it was asked for, which half has not.
@@ -199,7 +199,8 @@ class Planner:
         statistics = reduced(segment, program.depends)
         found -= statistics & program.spread
         statistics |= program.spread  # what is small beside what is gathered of it is none
-        small = {v for v in found & statistics if is_small(v, segment)}
+        largest = largest_size(segment)
+        small = {v for v in found & statistics if is_small(v, largest)}
         found = {v for v in found - small - program.compared.extrema if is_float32(v)}
         compared = program.compared.values & program.depending if program.is_gradient else set()
         compared.intersection_update(made)

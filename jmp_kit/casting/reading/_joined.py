@@ -16,6 +16,7 @@ from jmp_kit.programs._jaxpr import (
     is_float32,
     is_small,
     is_var,
+    largest_size,
     size_of,
 )
 from jmp_kit.programs._marks import is_backward, stack_of
@@ -42,7 +43,7 @@ def joined(
     terms: dict[Var, Set[Var]] = {}  # the values from outside that it is the sum of, if it is one
     partly: set[Var] = set()  # what is the sum of one, and of others
     alike: set[Var] = set()  # what is made of smaller values alone, as scales of channels are
-    rows = normed(segment)
+    rows, largest = normed(segment), largest_size(segment)
 
     def terms_of(atom: Atom, whole: Var) -> Set[Var]:
         is_term = is_var(atom) and depends(atom) and size_of(atom) * 2 > size_of(whole)
@@ -79,7 +80,7 @@ def joined(
         is_sum |= v in rows and len(axes) > 1
         is_new = eqn.primitive.name in _JOINS and is_sum and len(uses[v]) > 1
         is_new &= all(map(is_cotangent, (eqn, *uses[v])))
-        if is_new and is_float32(v) and not is_small(v, segment):
+        if is_new and is_float32(v) and not is_small(v, largest):
             yield v
 
 
@@ -149,8 +150,9 @@ def streams(
         return len(uses[v]) + sum(takers(e.outvars[0]) - 1 for e in moved)
 
     moves = {v for e in segment if e.primitive.name in MOVED for v in e.outvars}
+    largest = largest_size(segment)
     sums = {v for v in added(segment, products) - moves if size_of(v) in summed}
-    return {v for v in sums if takers(v) > 1 and not is_small(v, segment)}
+    return {v for v in sums if takers(v) > 1 and not is_small(v, largest)}
 
 
 def is_sum(part: Sequence[JaxprEqn]) -> bool:

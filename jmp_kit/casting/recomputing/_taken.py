@@ -17,6 +17,7 @@ from jmp_kit.programs._jaxpr import (
     is_float32,
     is_small,
     is_var,
+    largest_size,
     names_within,
     shape_of,
     traced_back,
@@ -36,6 +37,7 @@ class ForwardPass:
     """What is known of the values of the forward pass.
 
     Attributes:
+      largest: the size of the largest value of each part.
       maker: what may be made again, and the equation that does so: what only its own segment and
         the backward pass take; what others take is stored anyway.
       early: what the forward pass makes that depends on a product.
@@ -55,6 +57,7 @@ class ForwardPass:
         results: Set[Var],
     ) -> None:
         self.parts, self.flow, self.depending = parts, flow, depending
+        self.largest = [largest_size(part) for part in parts]
         self.uses, self.results = uses, results
         self.eqns = [e for part in parts for e in part]
         self.backward = {id(e) for e in self.eqns if is_backward(stack_of(e))}
@@ -122,7 +125,7 @@ class ForwardPass:
         own = [e for e in self.uses[v] if id(e) in self.ahead and self.part_of[id(e)] == here]
         is_stored |= 0 < sum(map(self.flow.closes, own)) < len(own)
         is_woven = v in self.woven and not closing
-        is_half = bool(closing) or is_product or not (is_woven or is_small(v, self.parts[here]))
+        is_half = bool(closing) or is_product or not (is_woven or is_small(v, self.largest[here]))
         is_half &= is_float32(v)
         nbytes = count_of(v) * (2 if is_half else v.aval.dtype.itemsize)
         # A norm is made again in a pass of its own, which reads what it is a norm of.

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_kit.casting.reading._parts import ahead, is_alone, is_whole
 from jmp_kit.programs._axes import ELEMENTWISE
 from jmp_kit.programs._flow import Flow
-from jmp_kit.programs._jaxpr import is_small, is_var, size_of
+from jmp_kit.programs._jaxpr import is_small, is_var, largest_size, size_of
 
 # What makes the same or more of one value.
 _SPREADS = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
@@ -41,6 +41,7 @@ def sunk(
     part_of = {id(e): i for i, part in enumerate(parts) for e in part}
     maker = {v: e for e in eqns for v in e.outvars}
     wanted = ahead(eqns, flow, uses, is_late)
+    largest = [largest_size(part) for part in parts]
     closed = [len(part) == 1 and is_alone(part[0], flow) for part in parts]
 
     def takers(v: Var) -> Iterator[JaxprEqn | None]:
@@ -71,7 +72,7 @@ def sunk(
         if is_late(eqn):
             return _moves(eqn)
         [v] = eqn.outvars if _is_computed(eqn) else [None]
-        is_large = v in depending and not is_small(v, parts[part])
+        is_large = v in depending and not is_small(v, largest[part])
         return is_large and is_made_of_less(eqn, part)
 
     last: dict[int, int] = {}  # the part of the first product that is made of it: none moves

@@ -20,6 +20,7 @@ from jmp_kit.programs._jaxpr import (
     equations_of,
     is_small,
     is_var,
+    largest_size,
     taking,
     uses_of,
 )
@@ -49,7 +50,7 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
         [dividend, divisor], [quotient] = eqn.invars, eqn.outvars
         is_taken = any(e and is_late(e) for e in uses[dividend])
         is_stored = is_multiplied(quotient, uses, flow, is_late)
-        if is_stored and is_taken and is_small(divisor, [eqn]):
+        if is_stored and is_taken and is_small(divisor, largest_size([eqn])):
             results.add(quotient)
             scaled = _scaled_alike(eqn, uses, place, is_late)
             if scaled is None:

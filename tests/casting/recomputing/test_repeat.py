@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from jmp_kit import autocast, full_precision
+from tests.casting.calls import calls_of_ours
 from tests.casting.stream import (
     WEIGHTS,
     X,
@@ -250,17 +251,31 @@ def test_a_step_inside_a_jit_a_result_of_the_forward_pass_and_a_barrier_of_the_u
     assert distance(got, want) < 0.01
 
 
-def test_a_long_segment():
-    """Thousands of operations between two products."""
+def loss_with_sines(n):
+    """With so many operations between two products."""
 
     def loss(w, x):
         h = x @ w[0]
-        for _ in range(1500):
+        for _ in range(n):
             h = jnp.sin(h)
         return mean_square(h @ w[1])
 
+    return loss
+
+
+def test_a_long_segment():
+    """Of more operations than Python's calls may be deep."""
+    n = sys.getrecursionlimit() + 100
     # The last is kept, for it is there at the peak of memory in any case.
-    assert operations(autocast(step_of(loss), "mixed_bfloat16"), "sin") >= 2999
+    assert operations(autocast(step_of(loss_with_sines(n)), "mixed_bfloat16"), "sin") >= 2 * n - 1
+
+
+def test_planning_takes_as_many_calls_as_there_are_operations():
+    def calls(n):
+        half = autocast(step_of(loss_with_sines(n)), "mixed_bfloat16")
+        return calls_of_ours(half, SQUARE, X)
+
+    assert calls(400) <= 4.4 * calls(100)
 
 
 def test_what_a_product_and_its_own_segment_take_is_stored_and_not_repeated():
