@@ -1,6 +1,7 @@
 """Where the values of a tree lie: histograms of exponents, and what a cast flushes to zero."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -107,11 +108,7 @@ def underflow(tree: Any, dtype: DTypeLike, loss_scale: Any = 1.0) -> jax.Array:
     """
     dtype = floating(dtype)
     scale = jnp.asarray(getattr(loss_scale, "loss_scale", loss_scale), jnp.float32)
-
-    def counts(x: jax.Array) -> jax.Array:
-        found = _flushed(x, dtype, scale), _magnitude(x)[0]
-        return jnp.stack([flags.sum(dtype=jnp.float32) for flags in found])
-
+    counts = functools.partial(_flushed_and_nonzero, scale=scale, dtype=dtype)
     each = (_exactly(counts, x) for x in _arrays(tree))
     flushed, nonzero = sum(each, jnp.zeros(2, jnp.float32))
     return flushed / jnp.maximum(nonzero, 1)
@@ -214,6 +211,8 @@ def floating(dtype: DTypeLike) -> np.dtype:
     return found
 
 
+# Compiled, for outside of a program a user would wait for each operation.
+@jax.jit
 def _histogram(x: jax.Array) -> ExponentHistogram:
     nonzero, exponent, _ = _magnitude(x)
     finite = jnp.isfinite(x)
@@ -255,6 +254,13 @@ def _magnitude(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     fraction = jnp.where(subnormal, fraction << shift, fraction) & whole.type(2**digits - 1)
     wide = jnp.dtype(jnp.float64 if info.bits == 64 else jnp.float32)
     return bits != 0, exponent, 1 + fraction.astype(wide) * wide.type(2.0**-digits)
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _flushed_and_nonzero(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    """How many values become zero, and how many are not zero: float32[2]."""
+    found = _flushed(x, dtype, scale), _magnitude(x)[0]
+    return jnp.stack([flags.sum(dtype=jnp.float32) for flags in found])
 
 
 def _flushed(x: jax.Array, dtype: np.dtype, scale: jax.Array) -> jax.Array:

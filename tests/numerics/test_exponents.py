@@ -57,6 +57,26 @@ def test_a_histogram_counts_every_value_once(dtype):
     assert found.nonzero == expected.sum()
 
 
+READINGS = {"histogram": exponent_histogram, "underflow": lambda x: underflow(x, "float16")}
+
+
+@pytest.mark.parametrize("reading", READINGS.values(), ids=READINGS)
+def test_an_array_of_another_shape_costs_one_compilation(reading):
+    reading(jnp.ones(4))
+    x, compiled = jax.device_put(np.ones((4, 5), np.float32)), []
+
+    def listen(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        reading(x)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == 1
+
+
 def test_a_histogram_of_float64():
     with jax.enable_x64(True):
         found = exponent_histogram(np.array([0.0, 1.0, 1e-300, 1e300, 5e-324, np.inf]))
