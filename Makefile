@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
-MARKS ?= not slow
+MARKS ?= not slow and not further
 DOCS_VENV ?= .venv-docs
 RUN = $(VENV)/bin/python
 PYTEST = $(RUN) -m pytest -n 2 --dist worksteal --junitxml=out/tests.xml
@@ -14,7 +14,7 @@ help:            ## this list
 demo: $(VENV)/installed         ## train a network on digits under three policies and compare them
 	$(RUN) examples/digits.py
 
-test: $(VENV)/installed         ## what a change needs to know: five minutes on two cores
+test: $(VENV)/installed         ## what a change needs to know: five to six minutes on two cores, half of it again
 	$(PYTEST) -m "$(MARKS)" $(ARGS)
 
 test-all: $(VENV)/installed     ## everything, what trains for long too, and the lines it covers

@@ -1,3 +1,6 @@
+import collections
+import gc
+import itertools
 import os
 
 from tests.compiling import CACHE, QUICK
@@ -41,10 +44,26 @@ def _examples_promote(request):
         request.getfixturevalue("standard_promotion")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu` run where there is one, and say so where there is none."""
+    """Tests marked `gpu` run where there is one, and say so where there is none.
+
+    `make test` takes the first and the last case of each test, but for slow ones.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for item in itertools.chain.from_iterable(of_one[1:-1] for of_one in cases.values()):
+        item.add_marker(pytest.mark.further)
     if jax.default_backend() == "gpu":
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+
+
+def pytest_collection_finish():
+    """What is there before the tests stays; the collector of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()

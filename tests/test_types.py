@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.compiling import quick_or_slow
+
 # What is wrong in it says so.
 FILE = """
 from typing import assert_type
@@ -74,7 +76,7 @@ CHECKERS = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKERS)
+@pytest.mark.parametrize("name", quick_or_slow(CHECKERS, {"pyright"}))
 def test_a_file_of_a_user(name, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(FILE)

@@ -101,9 +101,12 @@ def test_products_around_collectives_are_half(fun, policy, recompute):
     def loss(run, params, x):
         return jnp.mean(jnp.sin(run(params, x)))
 
-    expected, wanted = jax.value_and_grad(functools.partial(loss, full), (0, 1))(params, x)
+    def step_of(run):
+        return jax.jit(jax.value_and_grad(functools.partial(loss, run), (0, 1)))
+
+    expected, wanted = step_of(full)(params, x)
     for run in (half, inside):
-        step = jax.jit(jax.value_and_grad(functools.partial(loss, run), (0, 1)))
+        step = step_of(run)
         found, got = step(params, x)
         np.testing.assert_allclose(found, expected, atol=0.01)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):

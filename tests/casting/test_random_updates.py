@@ -8,7 +8,8 @@ import pytest
 from jax import lax
 
 from jmp_kit import autocast
-from tests.casting.test_random_steps import SHAPE, WEIGHTS, X, distance, loss_of, network_of
+from tests.casting.test_random_steps import SHAPE, WEIGHTS, X, loss_of, network_of
+from tests.casting.test_zoo import distance
 from tests.compiling import OPTIMISED, quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

@@ -208,7 +208,7 @@ class Normalised(nn.Module):
 
 
 def linen(module, x, mutable=False):
-    variables = module.init(KEYS[3], x)
+    variables = jax.jit(module.init)(KEYS[3], x)
     rest = {k: v for k, v in variables.items() if k != "params"}
 
     def loss(params, x):
@@ -238,7 +238,7 @@ def from_equinox():
 
 def from_haiku():
     net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([32, 4])(x)))
-    return lambda params, x: mean_square(net.apply(params, x)), net.init(KEYS[5], X), X
+    return lambda params, x: mean_square(net.apply(params, x)), jax.jit(net.init)(KEYS[5], X), X
 
 
 PLAIN = {

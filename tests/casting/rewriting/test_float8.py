@@ -16,6 +16,7 @@ import jmp_kit
 from benchmarks.training import plain_state, plain_step
 from benchmarks.zoo import WIDE
 from jmp_kit import NoOpLossScale, autocast, numerics, value_and_grad
+from tests.casting.test_zoo import distance
 
 FLOAT8 = {"": "float8"}  # whatever the size
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -51,11 +52,6 @@ def plain(fun, **options):
 
 WAYS = {"one line": one_line, "four lines": four_lines, "jax.grad": plain}
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-
-
-def distance(a, b):
-    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 def squared_gradient(fun):
@@ -134,10 +130,15 @@ def test_what_is_not_finite_stays_so(way, wrong):
 def test_a_step_with_an_infinity_is_skipped(standard_promotion):
     optimizer = jmp_kit.mixed_precision(optax.adam(1e-2), jmp_kit.DynamicLossScale(2.0**15))
     state = optimizer.init(PARAMS)
-    for x, finite in ((X, True), (X.at[0, 0].set(jnp.inf), False), (X, True)):
+
+    @jax.jit
+    def step(state, x):
         scale = jmp_kit.loss_scale_of(state)
         _, grads = value_and_grad(in_float8(loss_fn), scale)(PARAMS, x)
-        updates, state = optimizer.update(grads, state, PARAMS)
+        return optimizer.update(grads, state, PARAMS)
+
+    for x, finite in ((X, True), (X.at[0, 0].set(jnp.inf), False), (X, True)):
+        updates, state = step(state, x)
         assert bool(jmp_kit.metrics(state)["finite"]) == finite
         assert any(jnp.any(u != 0) for u in jax.tree.leaves(updates)) == finite
 
@@ -166,13 +167,12 @@ def test_products_with_batches_and_several_contracted_axes():
             y = fun(w, x)
             return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=jnp.float32).reshape(y.shape)))
 
-        np.testing.assert_array_less(
-            distance(in_float8(fun)(*args), fun(*args)), 0.05, err_msg=name
-        )
-        wanted = jax.grad(loss, (0, 1))(*args)
+        found, wanted = (jax.jit(f)(*args) for f in (in_float8(fun), fun))
+        np.testing.assert_array_less(distance(found, wanted), 0.05, err_msg=name)
+        wanted = jax.jit(jax.grad(loss, (0, 1)))(*args)
         for way in (in_float8(jax.grad(loss, (0, 1))), jax.grad(in_float8(loss), (0, 1))):
             assert operands_of(way, *args) == {EIGHT}
-            assert distance(way(*args), wanted) < 0.085, name
+            assert distance(jax.jit(way)(*args), wanted) < 0.085, name
 
 
 def layers(params, x):
@@ -220,10 +220,14 @@ def test_what_a_kernel_takes_is_scaled_where_it_is_made(way):
 def test_in_scans_and_under_vmap(way):
     fun = way(layers)
     assert operands_of(fun, STACKED, X) == {EIGHT}
-    assert distance(fun(STACKED, X), jax.value_and_grad(layers)(STACKED, X)) < 0.085
+    found, wanted = (jax.jit(f)(STACKED, X) for f in (fun, jax.value_and_grad(layers)))
+    assert distance(found, wanted) < 0.085
     many = jnp.stack([X, 2 * X])
-    wanted = jax.vmap(jax.value_and_grad(loss_fn), (None, 0))(PARAMS, many)
-    assert distance(jax.vmap(way(loss_fn), (None, 0))(PARAMS, many), wanted) < 0.085
+    found, wanted = (
+        jax.jit(jax.vmap(f, (None, 0)))(PARAMS, many)
+        for f in (way(loss_fn), jax.value_and_grad(loss_fn))
+    )
+    assert distance(found, wanted) < 0.085
 
 
 def test_what_the_function_closes_over_has_a_gradient():
@@ -239,7 +243,7 @@ def test_what_the_function_closes_over_has_a_gradient():
 
 def test_the_second_derivative_is_there():
     found, wanted = (
-        jax.grad(squared_gradient(fun))(PARAMS, X) for fun in (in_float8(loss_fn), loss_fn)
+        jax.jit(jax.grad(squared_gradient(fun)))(PARAMS, X) for fun in (in_float8(loss_fn), loss_fn)
     )
     assert distance(found, wanted) < 0.15
 

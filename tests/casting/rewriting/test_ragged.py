@@ -17,7 +17,6 @@ from tests.casting.rewriting.test_float8 import (
     EIGHT,
     H200,
     HALF,
-    distance,
     gradients,
     in_float8,
     normal,
@@ -25,6 +24,7 @@ from tests.casting.rewriting.test_float8 import (
     operands_of,
     ways,
 )
+from tests.casting.test_zoo import distance
 
 ROWS = 54  # in the groups; the others are beyond
 SIZES = jnp.array([10, 0, 30, 14], jnp.int32)
