@@ -52,15 +52,12 @@ def pytest_collection_modifyitems(items):
     """
     cases = collections.defaultdict(list)
     for item in items:
-        if not item.get_closest_marker("slow"):
+        if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+        elif not item.get_closest_marker("slow"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for item in itertools.chain.from_iterable(of_one[1:-1] for of_one in cases.values()):
         item.add_marker(pytest.mark.further)
-    if jax.default_backend() == "gpu":
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
 
 
 def pytest_collection_finish():
