@@ -42,7 +42,8 @@ def test_by_hand_the_loss_is_that_of_float32(name):
     assert float(half) == pytest.approx(float(exact), rel=2e-2)
 
 
-@pytest.mark.parametrize("name", quick_or_slow(ZOO, ()))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
 def test_gradients_are_no_farther_from_float32_than_by_hand(name):
     """In four lines and in one. Where words go is decided in float32, as it is by hand."""
     model = runnable(name, batch=8)

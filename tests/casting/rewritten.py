@@ -37,8 +37,9 @@ def gradient_error(loss_fn, *args):
 
 
 def farthest(found, wanted):
-    """The relative distance of two trees' arrays, of those that are farthest apart."""
-    return max(map(distance, *map(jax.tree.leaves, (found, wanted))))
+    """The relative distance of the arrays of two trees that are farthest apart; NaN if any is."""
+    pairs = zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
+    return np.max([distance(a, b) for a, b in pairs])
 
 
 def assert_devices_learn_the_same(loss_fn, params, x):
