@@ -1,5 +1,6 @@
 """How many values go to one place at most, and what is scattered in half for it."""
 
+import functools
 import math
 
 import jax
@@ -252,16 +253,18 @@ def scatters_of(fun, *args):
 def test_gradients_are_those_of_float32_sums_and_scattered_in_half(
     loss_fn, more, half, monkeypatch
 ):
+    # XLA before JAX 0.11 leaves roundings out on CPUs, in one of the two and not in the other.
+    jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
     params, x = parameters(16), jax.random.normal(jax.random.key(3), (*more, 32, 16))
     step = autocast(jax.grad(loss_fn), f"mixed_{half}")
-    found = jax.jit(step)(params, x)
+    found = jit(step)(params, x)
     kinds = scatters_of(step, params, x)
     assert "f32" not in kinds
     assert kinds.count({"bfloat16": "bf16", "float16": "f16"}[half]) >= 2
     monkeypatch.setattr(_program, "put", lambda *_: set())
     step = autocast(jax.grad(loss_fn), f"mixed_{half}")
     assert "f32" in scatters_of(step, params, x)
-    wanted, before = (jax.jit(f)(params, x) for f in (jax.grad(loss_fn), step))
+    wanted, before = (jit(f)(params, x) for f in (jax.grad(loss_fn), step))
     for a, b, c in zip(*map(jax.tree.leaves, (found, before, wanted)), strict=True):
         assert np.linalg.norm(a - c) <= 1.02 * np.linalg.norm(b - c) + 1e-6
 
