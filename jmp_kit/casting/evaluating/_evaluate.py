@@ -60,7 +60,8 @@ def _piece(jaxpr: Jaxpr, piece: Piece, env: Env) -> dict[Var, Any]:
     _move(jaxpr, piece, env)
     moved = {v for eqn in piece.moved for v in eqn.outvars}
     computed = [v for v in piece.results if v not in moved]
-    function, invars = cut_out(jaxpr, piece.eqns, computed)
+    computing = [e for e in piece.eqns if moved.isdisjoint(e.outvars)]
+    function, invars = cut_out(jaxpr, computing, computed)
     env.update(zip(computed, function(*(widen(env[v], v) for v in invars)), strict=True))
     return {v: env[v] for v in piece.results}
 

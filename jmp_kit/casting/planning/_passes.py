@@ -158,6 +158,8 @@ class _Segment:
             return eqn.primitive.name in _CALLS and all(map(self._is_fused, inside))
         if eqn.primitive.name in _MOVES:
             return True
+        if eqn.primitive.name == "gather":  # which computes nothing that it looks up
+            return eqn.invars[0] in self.rounded or eqn.invars[0] not in self.maker
         if eqn.primitive.name == "optimization_barrier":  # it has its operand stored
             return False
         if eqn.primitive.name in _REDUCES:
@@ -250,6 +252,7 @@ class _Segment:
         has_rows = is_of_rows and any(map(self._is_row, cone.eqns))
         whole = eqn.invars[0] if eqn.primitive.name in _REDUCES else root
         is_row = has_rows and self._is_worth_it(cone, whole)
+        is_row &= not any(map(self._is_joined, cone.eqns))
         if not is_row and root not in self.statistics:
             cone = self.cone(root, self.stops | self.statistics)
         before = [v for v in cone.sources if v in self.maker]
@@ -277,6 +280,10 @@ class _Segment:
 
     def _is_dear(self, eqn: JaxprEqn) -> bool:
         return is_costly(eqn) and any(map(self._is_big, eqn.outvars))
+
+    def _is_joined(self, eqn: JaxprEqn) -> bool:
+        """Whether it joins values, which XLA does before a kernel of rows, in float32."""
+        return eqn.primitive.name == "concatenate" and self._is_big(eqn.outvars[0])
 
     def _is_column_sum(self, root: Var) -> bool:
         eqn = self.maker[root]

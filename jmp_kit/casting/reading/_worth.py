@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting.reading._rounding import is_rounding
-from jmp_kit.programs._flow import KERNELS, PAIRED, SUMS, Flow
+from jmp_kit.programs._flow import KERNELS, MOVED, PAIRED, SUMS, Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
     is_along_rows,
@@ -112,6 +112,19 @@ def normed(segment: Sequence[JaxprEqn]) -> set[Var]:
     return found
 
 
+def looked_up(segment: Sequence[JaxprEqn]) -> set[Var]:
+    """The values from which more is looked up than they hold.
+
+    XLA computes nothing where it looks it up, but writes all of it before, in float32.
+    """
+    found: set[Var] = set()
+    for eqn in reversed(segment):
+        if _looks_up_more(eqn) or (eqn.primitive.name in MOVED and eqn.outvars[0] in found):
+            found.difference_update(eqn.outvars)
+            found.update(filter(is_var, eqn.invars[:1]))
+    return found
+
+
 def cuts_before(eqns: Sequence[JaxprEqn]) -> dict[Var, int]:
     """How often in a row what each result is made of is cut or joined."""
     found: dict[Var, int] = {}
@@ -144,6 +157,12 @@ def ends_of_woven(segment: Sequence[JaxprEqn]) -> set[Var]:
     ends = {v for v in often if v in joins and size_of(v) == whole}
     others = (e for e in segment if e.primitive.name not in CUTS | SUMS)
     return {a for e in others for a in e.invars if is_var(a) and a in ends}
+
+
+def _looks_up_more(eqn: JaxprEqn) -> bool:
+    sizes = [size_of(a) for a in (*eqn.invars[:1], *eqn.outvars)]
+    is_known = all(isinstance(size, int) for size in sizes)  # which a symbolic one is not
+    return eqn.primitive.name == "gather" and is_known and sizes[0] <= sizes[1]
 
 
 def _sums(eqn: JaxprEqn, _: Var) -> bool:

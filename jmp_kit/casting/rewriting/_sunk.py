@@ -15,7 +15,7 @@ from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import is_small, is_var, largest_size, size_of
 
 # What makes the same or more of one value.
-_SPREADS = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
+_SPREADS = {"gather", "broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"}
 # What moves or scales one.
 _MOVES = {"pad", "mul", "div", "neg", "reshape", "transpose", "squeeze", "convert_element_type"}
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jmp_kit.casting.reading._worth import reduced, spread, woven
+from jmp_kit.casting.reading._worth import looked_up, reduced, spread, woven
 from jmp_kit.programs import PRODUCTS, Flow, is_var
 from tests.casting.recomputing.test_again import after
 
@@ -58,3 +58,16 @@ def test_halves_that_are_turned_and_joined_are_not_woven():
         return x
 
     assert not woven(jax.make_jaxpr(rotated)(jnp.ones(8)).jaxpr.eqns)
+
+
+@pytest.mark.parametrize(("rows", "is_more"), [(4, False), (16, True), ("n", False)])
+def test_more_is_looked_up_than_a_table_holds(rows, is_more):
+    """Through other shapes; of as many rows as one likes, nobody knows."""
+
+    def function(x, places):
+        return jnp.sin(x).reshape(8, 2, 4)[places]
+
+    [count] = jax.export.symbolic_shape(str(rows))
+    places = jax.ShapeDtypeStruct((count,), jnp.int32)
+    jaxpr = jax.make_jaxpr(function)(jnp.ones((8, 8)), places).jaxpr
+    assert made_by(looked_up(jaxpr.eqns), jaxpr) == ["sin"] * is_more

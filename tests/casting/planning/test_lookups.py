@@ -1,0 +1,119 @@
+"""What is looked up in a table that a segment makes, as a graph's edges do in its nodes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmp_kit
+from jmp_kit import autocast
+from jmp_kit.casting import plans_of
+from jmp_kit.casting.planning._plan import Form, Part
+from jmp_kit.programs import every_equation
+from jmp_kit.programs._marks import is_backward, stack_of
+from tests.casting.planning.test_passes import H200, layer_norm
+from tests.casting.rewritten import gradient_error
+from tests.casting.stream import step_of
+from tests.casting.zoo import mean_square
+
+
+def graph(nodes, edges):
+    """The nodes at both ends of edges."""
+    return jax.random.randint(jax.random.key(7), (2, edges), 0, nodes)
+
+
+def messages(params, x, ends):
+    """Edges begin with a difference, and change by what is at their ends."""
+    sources, targets = ends
+    x = x @ params["in"] + params["bias"]
+    edges = (x[sources] - x[targets]) @ params["edge"]
+    rows = layer_norm(jnp.concatenate([x[sources], x[targets], edges], -1))
+    edges = jnp.tanh(rows @ params["join"])
+    x = x + jnp.zeros_like(x).at[targets].add(edges)
+    return mean_square(x @ params["edge"])
+
+
+def attending(params, x, ends):
+    """Each node adds up what it lets through of its neighbours."""
+    x = x @ params["in"] + params["bias"]
+    neighbours = x[ends.reshape(len(x), -1)]
+    return mean_square((jax.nn.sigmoid(neighbours) * neighbours).sum(1) @ params["edge"])
+
+
+def args(nodes, edges, width, make=jnp.ones):
+    """Weights, nodes and the ends of edges."""
+    shapes = {"in": (width, width), "edge": (width, width), "join": (3 * width, width)}
+    params = {name: make(shape) for name, shape in {**shapes, "bias": (width,)}.items()}
+    return params, make((nodes, width)), graph(nodes, edges)
+
+
+def forward_parts(loss_fn):
+    """The parts of the forward pass of a train step."""
+    found = plans_of(jax.value_and_grad(loss_fn), "mixed_bfloat16", *args(64, 1024, 128))
+    parts = [s for plan in found for s in plan.steps if isinstance(s, Part)]
+    return [p for p in parts if not any(is_backward(stack_of(e)) for e, _ in p.products)]
+
+
+@pytest.mark.parametrize("loss_fn", [messages, attending])
+def test_tables_are_stored_in_half_and_what_is_looked_up_is_not(loss_fn):
+    parts = forward_parts(loss_fn)
+    stored = [s for part in parts for s in part.stored.values()]
+    assert Form.APART in {s.form for s in stored if s.var.aval.shape == (64, 128)}
+    assert "gather" not in {s.eqn.primitive.name for s in stored}
+
+
+def test_rows_that_are_joined_are_no_kernel_of_rows():
+    """Which joins nothing: all of them would be written before it, in float32."""
+    pieces = [piece for part in forward_parts(messages) for piece in part.segment]
+    [norm] = [p for p in pieces if any(v.aval.shape == (1024, 384) for v in p.results)]
+    assert norm.matrices is None
+    assert not norm.apart
+    assert any(v.aval.shape == (1024,) for piece in pieces for v in piece.results)
+
+
+def test_halves_are_joined_as_halves():
+    step = autocast(jax.value_and_grad(messages), "mixed_bfloat16")
+    eqns = every_equation(jax.make_jaxpr(step)(*args(64, 1024, 128)).jaxpr)
+    joins = [e.outvars[0].aval for e, _ in eqns if e.primitive.name == "concatenate"]
+    assert {a.dtype for a in joins if a.shape == (1024, 384)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("loss_fn", [messages, attending])
+def test_the_gradient_is_near_to_float32(loss_fn):
+    def normal(shape):
+        return jax.random.normal(jax.random.key(len(shape)), shape) / np.sqrt(shape[0])
+
+    params, x, ends = args(64, 1024, 128, normal)
+    taken = {name: w for name, w in params.items() if name != "join" or loss_fn is messages}
+    assert gradient_error(lambda params, x: loss_fn(params, x, ends), taken, x) <= 0.01
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+@pytest.mark.parametrize(
+    ("name", "without", "loss_fn", "saved"),  # in bytes of an edge's numbers
+    [
+        ("planning._passes._Segment._is_joined", lambda *_: False, messages, 15),
+        ("planning._planner.looked_up", lambda _: set(), attending, 12),
+        ("rewriting._sunk._SPREADS", set(), messages, 20),
+    ],
+)
+def test_an_h200_moves_less(name, without, loss_fn, saved, monkeypatch):
+    def moved():
+        def given(shape):
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        params, x, _ = args(4096, 65536, 256, given)
+        ends = jax.ShapeDtypeStruct((2, 65536), jnp.int32)
+
+        @functools.partial(autocast, policy="mixed_bfloat16")
+        def step(params, x, ends):
+            return step_of(lambda params, x: loss_fn(params, x, ends))(params, x)
+
+        return jmp_kit.numerics.traffic(step, params, x, ends, target="h200").nbytes
+
+    found = moved()
+    monkeypatch.setattr(f"jmp_kit.casting.{name}", without)
+    assert found <= moved() - saved * 65536 * 256
