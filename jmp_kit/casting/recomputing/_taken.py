@@ -135,7 +135,7 @@ class ForwardPass:
         cut = sum(map(count_of, self._cut_before(v))) if is_multiplied and is_half else 0
         again += 2 * cut if cut > count_of(v) else 0
         if is_woven and v in self.maker and self.maker[v].primitive.name in CUTS:
-            again = nbytes
+            again = nbytes + 2 * sum(map(count_of, self._sources(v)))
         operands = [a for a in self.maker[v].invars if is_var(a)] if v in self.maker else None
         if closing and is_half and not is_stored and v not in self.results:
             yield v, Value(operands, nbytes, False, True, is_read, False, 0)
@@ -146,6 +146,11 @@ class ForwardPass:
             is_rounded = is_half and not stored and v not in self.sums
             stored &= not (is_product and self._is_added(v))
             yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
+
+    def _sources(self, v: Var) -> set[Var]:
+        """What it is made again of."""
+        _, sources = traced_back([v], self.maker)
+        return set(self.early) & {*sources}
 
     def _cut_before(self, v: Var) -> set[Var]:
         """What it is made of that is cut from something larger."""

@@ -772,9 +772,10 @@ def recurrent(params, x):
     return mean_square(y @ params["in"])
 
 
-def between_passes(params, x):
+def between_passes(params, x, recompute=True):
     """What the backward pass's kernels of their own take of others, of the size of all times."""
-    [plan] = plans_of(jax.value_and_grad(recurrent), "mixed_bfloat16", params, x)
+    step = jax.value_and_grad(recurrent)
+    [plan] = plans_of(step, "mixed_bfloat16", params, x, recompute=recompute)
     pieces = [p for step in plan.steps if isinstance(step, Part) for p in step.segment]
     taken = {v for p in pieces for v in p.apart}
     made = {v: e for p in pieces for e in p.eqns for v in e.outvars if v in p.results}
@@ -783,11 +784,14 @@ def between_passes(params, x):
 
 
 def test_what_an_associative_scan_ends_in_is_there_for_all_who_take_it():
-    """In float32: they would cut and join once more. Not what is larger than what it is made of."""
+    """In float32: they would cut and join once more. Not what is larger than what it is made of.
+
+    That is, of decays that a number for each time gives, if no cut of them is kept.
+    """
     x = jnp.ones((8, 128, 128))
     params = {name: jnp.eye(128) for name in ("in", "decay", "enter")} | {"bias": jnp.ones(128)}
     assert x.shape in between_passes(params, x)
-    assert not between_passes(params | {"states": jnp.ones(8)}, x)
+    assert not between_passes(params | {"states": jnp.ones(8)}, x, recompute="most")
 
 
 @pytest.mark.filterwarnings("default")
@@ -798,3 +802,14 @@ def test_what_an_associative_scan_ends_in_is_written_once_for_an_h200(monkeypatc
     found = compiled(recurrent, *shapes).nbytes
     monkeypatch.setattr("jmp_kit.casting.planning._passes.ends_of_woven", lambda _: set())
     assert found <= compiled(recurrent, *shapes).nbytes - 8 * 2 * 8 * 1024 * 1024
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_what_an_associative_scan_is_made_of_is_not_read_again_for_an_h200(monkeypatch):
+    weights = dict.fromkeys(("in", "decay", "enter"), (1024, 1024))
+    shapes = {**weights, "bias": (1024,)}, (8, 1024, 1024)
+    found = compiled(recurrent, *shapes).nbytes
+    sources = "jmp_kit.casting.recomputing._taken.ForwardPass._sources"
+    monkeypatch.setattr(sources, lambda *_: set())
+    assert found <= compiled(recurrent, *shapes).nbytes - 3 * 8 * 1024 * 1024
