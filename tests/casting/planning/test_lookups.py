@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmp_kit
 from jmp_kit import autocast
@@ -14,7 +15,7 @@ from jmp_kit.casting.planning._plan import Form, Part
 from jmp_kit.programs import every_equation
 from jmp_kit.programs._marks import is_backward, stack_of
 from tests.casting.planning.test_passes import H200, layer_norm
-from tests.casting.rewritten import gradient_error
+from tests.casting.rewritten import farthest, gradient_error
 from tests.casting.stream import step_of
 from tests.casting.zoo import mean_square
 
@@ -80,14 +81,29 @@ def test_halves_are_joined_as_halves():
     assert {a.dtype for a in joins if a.shape == (1024, 384)} == {jnp.dtype(jnp.bfloat16)}
 
 
-@pytest.mark.parametrize("loss_fn", [messages, attending])
-def test_the_gradient_is_near_to_float32(loss_fn):
+def drawn(loss_fn):
+    """A loss of random weights and nodes, and these."""
+
     def normal(shape):
         return jax.random.normal(jax.random.key(len(shape)), shape) / np.sqrt(shape[0])
 
     params, x, ends = args(64, 1024, 128, normal)
     taken = {name: w for name, w in params.items() if name != "join" or loss_fn is messages}
-    assert gradient_error(lambda params, x: loss_fn(params, x, ends), taken, x) <= 0.01
+    return lambda params, x: loss_fn(params, x, ends), taken, x
+
+
+@pytest.mark.parametrize("loss_fn", [messages, attending])
+def test_the_gradient_is_near_to_float32(loss_fn):
+    assert gradient_error(*drawn(loss_fn)) <= 0.01
+
+
+@pytest.mark.parametrize("loss_fn", [messages, attending])
+def test_devices_that_share_the_nodes_learn_the_same(loss_fn):
+    loss, params, x = drawn(loss_fn)
+    gradient = jax.jit(autocast(jax.grad(loss), "mixed_bfloat16"))
+    mesh = jax.make_mesh((8,), ("nodes",), axis_types=(AxisType.Auto,))
+    shared = jax.device_put(x, NamedSharding(mesh, PartitionSpec("nodes")))
+    assert farthest(gradient(params, shared), gradient(params, x)) <= 0.01
 
 
 @pytest.mark.filterwarnings("default")
