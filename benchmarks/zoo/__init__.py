@@ -5,6 +5,7 @@ from benchmarks.zoo import (
     convolutional,
     decoders,
     diffusion,
+    graphs,
     mapped,
     recurrent,
     translation,
@@ -44,6 +45,8 @@ ZOO = {
     "lstm": Sized(recurrent.lstm, {}, _WORDS),
     "mamba": Sized(recurrent.mamba, {}, _WORDS),
     "mamba2": Sized(recurrent.mamba2, {}, _WORDS | {"heads": 4}),
+    "mingru": Sized(recurrent.mingru, {}, _WORDS),
+    "graph": Sized(graphs.graph, {}, _TINY | {"nodes": 32, "edges": 128}),
     "mapped": Sized(mapped.mapped, {}, {"widths": (8, 16), "blocks": 1, "batch": 2, "pixels": 8}),
 }
 

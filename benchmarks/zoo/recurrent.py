@@ -1,4 +1,4 @@
-"""What goes along time: LSTMs, and state spaces by an associative scan and in chunks."""
+"""What goes along time: LSTMs, and linear recurrences by an associative scan and in chunks."""
 
 import functools
 import itertools
@@ -29,6 +29,12 @@ def mamba2(*, batch: int = 8, time: int = 1024, **sizes: Any) -> Model:
     return model(lambda dtype: Mamba(dtype, **{"heads": 24, "states": 64} | sizes), tokens, tokens)
 
 
+def mingru(*, batch: int = 16, time: int = 1024, **sizes: Any) -> Model:
+    """A language model of gates that see no state."""
+    tokens = integers(batch, time)
+    return model(lambda dtype: MinGRU(dtype, **sizes), tokens, tokens)
+
+
 class LSTM(nn.Module):
     """Between an embedding and a head."""
 
@@ -44,6 +50,30 @@ class LSTM(nn.Module):
         for _ in range(self.layers):
             x = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(x)
         return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
+
+
+class MinGRU(nn.Module):
+    """h' = (1 - gate) h + gate candidate, between norms and with MLPs; float32 by hand too."""
+
+    dtype: Any
+    layers: int = 4
+    width: int = 1024
+    vocabulary: int = 8192
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits [batch, time, vocabulary] of tokens int[batch, time]."""
+        dense = functools.partial(nn.Dense, dtype=self.dtype)
+        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+        for _ in range(self.layers):
+            y = nn.RMSNorm(dtype=self.dtype)(x)
+            gate = nn.sigmoid(dense(self.width)(y).astype(jnp.float32))
+            change = gate * dense(self.width)(y)
+            _, state = jax.lax.associative_scan(_after, (1 - gate, change), axis=1)
+            x = x + dense(self.width)(state.astype(x.dtype))
+            y = dense(4 * self.width)(nn.RMSNorm(dtype=self.dtype)(x))
+            x = x + dense(self.width)(nn.gelu(y))
+        return dense(self.vocabulary)(nn.RMSNorm(dtype=self.dtype)(x))
 
 
 class Mamba(nn.Module):
