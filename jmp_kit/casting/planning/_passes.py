@@ -33,6 +33,7 @@ from jmp_kit.casting.reading._worth import (
     ends_of_woven,
     is_costly,
     is_kept,
+    looked_up,
     reduces,
 )
 from jmp_kit.casting.rewriting._scattered import put_in
@@ -130,9 +131,11 @@ class _Segment:
         sums = [v for v in self.rounded if stored[v].form is Form.ADDED]
         self.added, _ = traced_back(sums, self.maker)  # by the places of equations
         self.program, self.depends = program, program.depends
+        self.tables = looked_up(segment) & self.maker.keys()
         self.joins = self._joining(segment)
         # What ends a pass, for whoever takes it: all but what a pass of its own makes again.
         ends = {v for v, e in self.maker.items() if not self._is_fused(e) and not self._is_row(e)}
+        ends |= self.tables
         self.stops = ends | self.rounded
         self.joined: Set[Var] = frozenset()
         ends |= set(filter(self._is_read_less, ends_of_woven(segment)))
@@ -159,7 +162,8 @@ class _Segment:
         if eqn.primitive.name in _MOVES:
             return True
         if eqn.primitive.name == "gather":  # which computes nothing that it looks up
-            return eqn.invars[0] in self.rounded or eqn.invars[0] not in self.maker
+            [table, *_] = eqn.invars
+            return table not in self.maker or table in self.tables or table in self.rounded
         if eqn.primitive.name == "optimization_barrier":  # it has its operand stored
             return False
         if eqn.primitive.name in _REDUCES:

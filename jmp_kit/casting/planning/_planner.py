@@ -33,7 +33,7 @@ from jmp_kit.casting.reading._joined import added, joined, streams
 from jmp_kit.casting.reading._parts import acts, is_barrier, split_at
 from jmp_kit.casting.reading._rounding import is_scaled_at_once, rounded_twice
 from jmp_kit.casting.reading._state import STATE, States
-from jmp_kit.casting.reading._worth import is_kept, is_linear, looked_up, normed, reduced, woven
+from jmp_kit.casting.reading._worth import is_kept, is_linear, normed, reduced, woven
 from jmp_kit.casting.rewriting._rewritten import (
     is_gradient,
     repeated,
@@ -120,7 +120,6 @@ class Planner:
         if program.is_gradient:
             leaving.update(program.put, program.compared.values)
             leaving.update(joined(segment, program.uses, program.depends))
-            leaving.update(looked_up(segment))
             leaving.update(streams(moving, self.flow, program.products.keys(), program.uses))
             leaving.update(rounded_twice(segment) if self.float8_by_size is not None else ())
         made = [v for e in segment for v in e.outvars if v in leaving]

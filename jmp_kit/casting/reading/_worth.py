@@ -115,12 +115,11 @@ def normed(segment: Sequence[JaxprEqn]) -> set[Var]:
 def looked_up(segment: Sequence[JaxprEqn]) -> set[Var]:
     """The values from which more is looked up than they hold.
 
-    XLA computes nothing where it looks it up, but writes all of it before, in float32.
+    XLA computes nothing where it looks it up, but writes all of it before.
     """
     found: set[Var] = set()
     for eqn in reversed(segment):
         if _looks_up_more(eqn) or (eqn.primitive.name in MOVED and eqn.outvars[0] in found):
-            found.difference_update(eqn.outvars)
             found.update(filter(is_var, eqn.invars[:1]))
     return found
 

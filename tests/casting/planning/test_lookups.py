@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import plans_of
-from jmp_kit.casting.planning._plan import Form, Part
+from jmp_kit.casting.planning._plan import Part
 from jmp_kit.programs import every_equation
 from jmp_kit.programs._marks import is_backward, stack_of
 from tests.casting.planning.test_passes import H200, layer_norm
@@ -57,12 +57,18 @@ def forward_parts(loss_fn):
     return [p for p in parts if not any(is_backward(stack_of(e)) for e, _ in p.products)]
 
 
-@pytest.mark.parametrize("loss_fn", [messages, attending])
-def test_tables_are_stored_in_half_and_what_is_looked_up_is_not(loss_fn):
+@pytest.mark.parametrize(("loss_fn", "is_stored"), [(messages, True), (attending, False)])
+def test_tables_are_made_once_and_looked_up_where_they_are_taken(loss_fn, is_stored):
+    """They are rounded if others take them as well, and not for it."""
     parts = forward_parts(loss_fn)
-    stored = [s for part in parts for s in part.stored.values()]
-    assert Form.APART in {s.form for s in stored if s.var.aval.shape == (64, 128)}
-    assert "gather" not in {s.eqn.primitive.name for s in stored}
+    pieces = [piece for part in parts for piece in part.segment]
+    made = {v for piece in pieces for v in piece.results}
+    lookups = [e for piece in pieces for e in piece.eqns if e.primitive.name == "gather"]
+    assert made.isdisjoint(v for e in lookups for v in e.outvars)
+    [table] = {e.invars[0] for e in lookups}
+    assert table in made
+    rounded = {v for part in parts for v, s in part.stored.items() if s.form}
+    assert (table in rounded) == is_stored
 
 
 def test_rows_that_are_joined_are_no_kernel_of_rows():
@@ -112,7 +118,7 @@ def test_devices_that_share_the_nodes_learn_the_same(loss_fn):
     ("name", "without", "loss_fn", "saved"),  # in bytes of an edge's numbers
     [
         ("planning._passes._Segment._is_joined", lambda *_: False, messages, 15),
-        ("planning._planner.looked_up", lambda _: set(), attending, 12),
+        ("planning._passes.looked_up", lambda _: set(), attending, 12),
         ("rewriting._sunk._SPREADS", set(), messages, 20),
     ],
 )
