@@ -15,6 +15,7 @@ from jmp_kit.casting.evaluating._site import Site
 from jmp_kit.casting.evaluating._wide import behind_on_cpus, runnable
 from jmp_kit.casting.planning._biases import carrying_bias
 from jmp_kit.casting.planning._plan import Barrier, Call, Fixed, Form, Part, Piece, Plan, Stored
+from jmp_kit.programs._flow import is_exact
 from jmp_kit.programs._jaxpr import Atom, cast, cut_out, is_float32, is_var, retyped, widen
 from jmp_kit.programs._marks import marked, marked_dtype
 
@@ -60,7 +61,8 @@ def _piece(jaxpr: Jaxpr, piece: Piece, env: Env) -> dict[Var, Any]:
     _move(jaxpr, piece, env)
     moved = {v for eqn in piece.moved for v in eqn.outvars}
     computed = [v for v in piece.results if v not in moved]
-    computing = [e for e in piece.eqns if moved.isdisjoint(e.outvars)]
+    joined = _joined(piece)
+    computing = [e for e in piece.eqns if joined.isdisjoint(e.outvars)]
     function, invars = cut_out(jaxpr, computing, computed)
     env.update(zip(computed, function(*(widen(env[v], v) for v in invars)), strict=True))
     return {v: env[v] for v in piece.results}
@@ -72,6 +74,18 @@ def _move(jaxpr: Jaxpr, piece: Piece, env: Env) -> None:
         operands = (_read(a, env) for a in eqn.invars if is_var(a) and is_float32(a))
         dtype = jnp.result_type(*operands)
         env.update(zip(eqn.outvars, _in_dtype(jaxpr, eqn, dtype, env), strict=True))
+
+
+def _joined(piece: Piece) -> set[Var]:
+    """What a piece computes with as it was joined: XLA would join all of it in float32."""
+    added: set[Var] = set()
+    found: set[Var] = set()
+    for eqn in piece.moved:
+        if not is_exact(eqn) or not added.isdisjoint(filter(is_var, eqn.invars)):
+            added.update(eqn.outvars)  # in half, which no other equation takes
+        elif eqn.primitive.name == "concatenate":
+            found.update(eqn.outvars)
+    return found
 
 
 def _shaped(x: Any, v: Var) -> Any:
