@@ -1,6 +1,8 @@
 """What equations do to axes: reshape, reduce or contract them, or give each value in its place."""
 
+import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -90,3 +92,18 @@ def sides_of(eqn: JaxprEqn) -> tuple[Operand, Operand]:
     (ac, bc), (ab, bb) = eqn.params["dimension_numbers"]
     a, b = eqn.invars
     return Operand(a, ac, ab), Operand(b, bc, bb)
+
+
+def runs_of(eqn: JaxprEqn) -> Iterator[tuple[bool, int]]:
+    """What a reduction goes over: of neighbouring axes that it reduces, or keeps, the size."""
+    shape, axes = shape_of(eqn.invars[0]), eqn.params["axes"]
+    long = ((i in axes, n) for i, n in enumerate(shape) if n != 1)
+    for is_reduced, several in itertools.groupby(long, key=operator.itemgetter(0)):
+        yield is_reduced, math.prod(n for _, n in several)
+
+
+def goes_into(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether one shape is broadcast to another with its axes where they are, or is the same."""
+    return not shape or (
+        len(shape) == len(whole) and all(a in (1, b) for a, b in zip(shape, whole, strict=True))
+    )

@@ -11,9 +11,6 @@ takes it. Sums over other axes end a pass. How these are written for XLA, `_kern
 """
 
 import collections
-import itertools
-import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
@@ -37,6 +34,7 @@ from jmp_kit.casting.reading._worth import (
     reduces,
 )
 from jmp_kit.casting.rewriting._scattered import put_in
+from jmp_kit.programs._axes import goes_into, runs_of
 from jmp_kit.programs._flow import is_exact
 from jmp_kit.programs._jaxpr import (
     Atom,
@@ -173,7 +171,7 @@ class _Segment:
             return False
         shapes = {shape_of(a) for a in eqn.invars}
         return len(eqn.outvars) == 1 and all(
-            _goes_into(shape, shape_of(eqn.outvars[0])) for shape in shapes
+            goes_into(shape, shape_of(eqn.outvars[0])) for shape in shapes
         )
 
     def _is_row(self, eqn: JaxprEqn) -> bool:
@@ -267,7 +265,7 @@ class _Segment:
             return Pass(level, ("statistics",))
         if eqn.primitive.name in _REDUCES and self._is_big(eqn.invars[0]):
             sources = self._fresh(cone)
-            key = eqn.primitive.name, *_runs(eqn)
+            key = eqn.primitive.name, *runs_of(eqn)
             is_scale = is_rounding(eqn)  # XLA finds it where what is rounded is made
             is_dear = any(map(self._is_dear, cone.eqns))
             is_apart = len(sources) > 1 or (self._is_combined(cone) and not is_scale)
@@ -386,21 +384,7 @@ class _Segment:
                 yield eqn
 
 
-def _runs(eqn: JaxprEqn) -> Iterator[tuple[bool, int]]:
-    """What a reduction goes over: of neighbouring axes that it reduces, or keeps, the size."""
-    shape, axes = shape_of(eqn.invars[0]), eqn.params["axes"]
-    long = ((i in axes, n) for i, n in enumerate(shape) if n != 1)
-    for is_reduced, several in itertools.groupby(long, key=operator.itemgetter(0)):
-        yield is_reduced, math.prod(n for _, n in several)
-
-
 def _is_padded(v: Var) -> bool:
     """Whether the libraries' products give longer rows, and XLA cuts them."""
     [length] = shape_of(v)[-1:] or [0]
     return isinstance(length, int) and length % _ALIGNED > 0
-
-
-def _goes_into(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    return not shape or (
-        len(shape) == len(whole) and all(a in (1, b) for a, b in zip(shape, whole, strict=True))
-    )

@@ -150,7 +150,7 @@ class ForwardPass:
     def _sources(self, v: Var) -> set[Var]:
         """What it is made again of."""
         _, sources = traced_back([v], self.maker)
-        return set(self.early) & {*sources}
+        return {a for a in sources if a in self.early}
 
     def _cut_before(self, v: Var) -> set[Var]:
         """What it is made of that is cut from something larger."""
