@@ -8,6 +8,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_kit.casting.reading._parts import fixed_scans_first, living, parts_of, without_the_dead
 from jmp_kit.casting.recomputing._repeat import repeating
 from jmp_kit.casting.rewriting._across import over_axes
+from jmp_kit.casting.rewriting._apiece import apiece
 from jmp_kit.casting.rewriting._chosen import asked
 from jmp_kit.casting.rewriting._deviations import without_their_sums
 from jmp_kit.casting.rewriting._float8 import in_float8
@@ -76,6 +77,9 @@ def repeated(
     depending = flow.depending(jaxpr, depends)
     uses = uses_of(jaxpr)
     parts = sunk(parts_of(jaxpr.eqns, flow), flow, depending, uses, _is_late)
+    parts = apiece(parts, flow, depending, uses, _is_late)
+    jaxpr = jaxpr.replace(eqns=[eqn for part in parts for eqn in part])
+    depending, uses = flow.depending(jaxpr, depends), uses_of(jaxpr)
     parts = list(filter(None, summed_first(parts, flow, uses, _is_late)))
     reaching = flow.reaching(jaxpr, reaches)
     parts = list(repeating(parts, flow, depending, reaching, uses, signed | divided, price))

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting.reading._parts import ahead, is_alone, is_whole
 from jmp_kit.programs._axes import ELEMENTWISE
-from jmp_kit.programs._flow import Flow
+from jmp_kit.programs._flow import ADDS, Flow
 from jmp_kit.programs._jaxpr import is_small, is_var, largest_size, size_of
 
 # What makes the same or more of one value.
@@ -30,8 +30,9 @@ def sunk(
     """The parts, what need not be stored for others in the part that takes it first.
 
     In the backward pass that is what only moves or scales a value. Where it follows what it moves
-    it would be stored once more, of several projections joined each as large as all. In the forward
-    pass it is what is computed of smaller values, or of what is stored in any case.
+    it would be stored once more, of several projections joined each as large as all. It is also the
+    sum of some terms of several, as of what many stages or levels take, which are stored in any
+    case. In the forward pass it is what is computed of smaller values, or of what is stored.
 
     Args:
       depending: the variables that depend on a product; others are there in any case.
@@ -43,6 +44,21 @@ def sunk(
     wanted = ahead(eqns, flow, uses, is_late)
     largest = [largest_size(part) for part in parts]
     closed = [len(part) == 1 and is_alone(part[0], flow) for part in parts]
+    added: set[Var] = set()  # sums of what is stored for others
+
+    def is_there(v: Var, eqn: JaxprEqn) -> bool:
+        """Whether it is stored for others than a sum, or is a sum of such values itself."""
+        others = [u for u in uses[v] if u is not eqn]
+        if any(u is None or flow.closes(u) for u in others):
+            return True
+        if part_of[id(maker[v])] == part_of[id(eqn)]:
+            return v in added and not others
+        return bool(others) or not flow.is_product(maker[v])  # in whose kernel XLA adds
+
+    for eqn in filter(is_late, eqns):
+        operands = (a for a in eqn.invars if is_var(a) and a in maker)
+        if eqn.primitive.name in ADDS and all(is_there(a, eqn) for a in operands):
+            added.update(eqn.outvars)
 
     def takers(v: Var) -> Iterator[JaxprEqn | None]:
         """Of the same pass, and not for derivatives alone."""
@@ -61,7 +77,7 @@ def sunk(
         with_it, taken = {id(eqn)}, {*to_be_stored(eqn, part)}
         while True:
             alone = {v for v in taken if {id(u) for u in takers(v)} <= with_it}
-            more = [maker[v] for v in alone if _is_computed(maker[v])]
+            more = [maker[v] for v in alone if is_computed(maker[v])]
             if not more:
                 return sum(map(size_of, taken)) < max(map(size_of, eqn.outvars))
             with_it.update(map(id, more))
@@ -69,10 +85,11 @@ def sunk(
             taken.update(v for e in more for v in to_be_stored(e, part))
 
     def sinks(eqn: JaxprEqn, part: int) -> bool:
-        if is_late(eqn):
-            return _moves(eqn)
-        [v] = eqn.outvars if _is_computed(eqn) else [None]
+        [v] = eqn.outvars if is_computed(eqn) else [None]
         is_large = v in depending and not is_small(v, largest[part])
+        if is_late(eqn):
+            is_term = v in added and [u and u.primitive.name in ADDS for u in uses[v]] == [True]
+            return _moves(eqn) or (is_large and is_term)
         return is_large and is_made_of_less(eqn, part)
 
     last: dict[int, int] = {}  # the part of the first product that is made of it: none moves
@@ -93,7 +110,8 @@ def sunk(
     return [part for part in found if part]
 
 
-def _is_computed(eqn: JaxprEqn) -> bool:
+def is_computed(eqn: JaxprEqn) -> bool:
+    """Whether XLA makes it in registers, of other values in its place."""
     return eqn.primitive.name in ELEMENTWISE | _SPREADS
 
 

@@ -8,6 +8,7 @@ import pytest
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import plans_of
+from jmp_kit.programs._jaxpr import uses_of
 from jmp_kit.programs._marks import is_backward, stack_of
 from tests.casting.rewritten import gradient_error
 from tests.casting.states import normals
@@ -54,6 +55,25 @@ def gated_late(params, x):
     return mean_square(norm(jax.nn.silu(gate) * y) @ params["out"])
 
 
+def stages(params, x):
+    """What four stages take that others have changed, and in the end all of it."""
+    x = x @ params["queries"]
+    y, branches = x, []
+    for _ in range(4):
+        branches.append(jnp.tanh(y @ params["keys"]) @ params["values"])
+        y = x + branches[-1]
+    return mean_square((x + sum(branches)) @ params["out"])
+
+
+def fed(params, x):
+    """What each of four stages multiplies anew."""
+    x = jnp.tanh(x @ params["queries"])
+    y = x
+    for _ in range(4):
+        y = jnp.tanh(y @ params["keys"] + x @ params["values"])
+    return mean_square(y @ params["out"])
+
+
 def test_what_is_spread_of_less_is_not_stored_for_others():
     """Of decays between all times, only what a product takes: scores times decays."""
     square = [name for name, shape in stored(decaying) if shape == (BATCH, TIME, TIME)]
@@ -66,7 +86,7 @@ def test_a_gate_is_opened_where_it_is_taken():
     assert stored(gated_early) == stored(gated_late)
 
 
-@pytest.mark.parametrize("loss_fn", [decaying, gated_early])
+@pytest.mark.parametrize("loss_fn", [decaying, gated_early, stages])
 def test_the_gradient_is_as_near_to_float32(loss_fn, monkeypatch):
     taken = {name: w for name, w in PARAMS.items() if jnp.any(jax.grad(loss_fn)(PARAMS, X)[name])}
 
@@ -92,6 +112,29 @@ def test_an_h200_does_not_write_the_decays(monkeypatch):
     found = moved()
     monkeypatch.setattr("jmp_kit.casting.rewriting._rewritten.sunk", lambda parts, *_: list(parts))
     assert found <= 0.9 * moved()
+
+
+def terms(loss_fn):
+    """The stored sums of cotangents that are taken by another sum alone."""
+    [plan] = plans_of(jax.value_and_grad(loss_fn), "mixed_bfloat16", PARAMS, X)
+    uses = uses_of(plan.jaxpr)
+    every = (s for s in plan.every_stored() if s.eqn.primitive.name == "add_any")
+    names = ([use and use.primitive.name for use in uses[s.var]] for s in every)
+    return sum(several == ["add_any"] for several in names)
+
+
+def test_cotangents_of_stages_are_added_up_at_once(monkeypatch):
+    """Each is stored for the product that takes it: partial sums would be stored as well."""
+    assert terms(stages) == 0
+    monkeypatch.setattr("jmp_kit.casting.rewriting._rewritten.sunk", lambda parts, *_: list(parts))
+    assert terms(stages) > 0
+
+
+def test_sums_that_products_add_stay_where_they_are(monkeypatch):
+    """What a product gives and nobody else takes is added in its kernel, and never stored."""
+    found = terms(fed)
+    monkeypatch.setattr("jmp_kit.casting.rewriting._rewritten.sunk", lambda parts, *_: list(parts))
+    assert found == terms(fed) > 0
 
 
 def test_no_product_moves_with_what_sinks():

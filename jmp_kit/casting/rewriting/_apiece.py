@@ -1,0 +1,87 @@
+"""What each part makes for itself of one value that is stored, rather than have it stored as well.
+
+A product's result with its bias, which what follows takes, and a later sum once more: to read what
+it is made of is to read no more, and it is not written.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+
+from jax.extend.core import JaxprEqn, Var
+
+from jmp_kit.casting.reading._parts import is_alone
+from jmp_kit.casting.reading._worth import is_costly
+from jmp_kit.casting.rewriting._sunk import is_computed
+from jmp_kit.programs._flow import Flow
+from jmp_kit.programs._jaxpr import (
+    Atom,
+    copied,
+    is_float32,
+    is_small,
+    is_var,
+    largest_size,
+    size_of,
+    taking,
+    traced_back,
+)
+
+
+def apiece(
+    parts: Sequence[Sequence[JaxprEqn]],
+    flow: Flow,
+    depending: Set[Var],
+    uses: Mapping[Var, Sequence[JaxprEqn | None]],
+    is_late: Callable[[JaxprEqn], bool],
+) -> list[list[JaxprEqn]]:
+    """The parts, each with equations of its own for what earlier ones make of one stored value.
+
+    What the backward pass takes of the forward pass is another matter: see `_again`.
+
+    Args:
+      depending: the variables that depend on a product; others are there in any case.
+      uses: the equations that take each variable; None for a result of the program.
+    """
+    made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
+    order = {id(e): i for i, e in enumerate(e for part in parts for e in part)}
+    largest = [largest_size(part) for part in parts]
+    convolved = {v for part in parts for e in part if _convolves(e) for v in e.outvars}
+
+    def is_on_the_way(v: Var, eqn: JaxprEqn) -> bool:
+        """Whether it is cheap, and stored for none but those who would make it themselves."""
+        is_cheap = is_computed(eqn) and not is_costly(eqn)
+        return is_cheap and not any(use is None or flow.closes(use) for use in uses[v])
+
+    maker = [{v: e for e in part for v in e.outvars if is_on_the_way(v, e)} for part in parts]
+
+    def is_crossing(atom: Atom, eqn: JaxprEqn, part: int) -> bool:
+        here = made_in.get(atom, part) if is_var(atom) and atom in depending else part
+        return (
+            here != part
+            and atom in maker[here]
+            and is_late(maker[here][atom]) == is_late(eqn)
+            and is_float32(atom)
+            and not is_small(atom, largest[here])
+        )
+
+    def of_one(v: Var) -> list[JaxprEqn]:
+        """What makes it of one value, if that is all that it is made of."""
+        eqns, sources = traced_back([v], maker[made_in[v]])
+        large = {a for a in sources if not is_small(a, size_of(v))}
+        # A convolution and what is added to it are one kernel, which stores the sum alone.
+        is_one = sum(map(size_of, large)) <= size_of(v) and convolved.isdisjoint(large)
+        return sorted(eqns.values(), key=lambda e: order[id(e)]) if is_one else []
+
+    found: list[list[JaxprEqn]] = []
+    for i, part in enumerate(parts):
+        found.append([])
+        is_closed = len(part) == 1 and is_alone(part[0], flow)
+        renamed: dict[Var, Atom] = {}
+        for eqn in part:
+            crossing = [a for a in eqn.invars if not is_closed and is_crossing(a, eqn, i)]
+            again = [e for v in crossing for e in of_one(v)]
+            found[-1] += [copied(e, renamed) for e in again if renamed.keys().isdisjoint(e.outvars)]
+            found[-1].append(taking(eqn, {v: renamed[v] for v in crossing if v in renamed}))
+    return found
+
+
+def _convolves(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "conv_general_dilated"
