@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import plans_of
-from jmp_kit.casting.planning import _passes
+from jmp_kit.casting.planning import _written
 from jmp_kit.casting.planning._matrices import of_matrices
 from jmp_kit.casting.planning._plan import Part, Piece
 from jmp_kit.programs._axes import ELEMENTWISE
@@ -205,7 +205,7 @@ def test_gradients_by_rows_of_matrices_are_what_they_were(
         return jax.jit(autocast(jax.grad(loss_fn), "mixed_bfloat16"))(WEIGHTS, x)
 
     found = gradients()
-    monkeypatch.setattr(_passes, "of_matrices", lambda *_: None)
+    monkeypatch.setattr(_written, "of_matrices", lambda *_: None)
     assert not any(joined(x))
     for name, wanted in gradients().items():
         np.testing.assert_allclose(found[name], wanted, rtol=1e-2, atol=1e-5)
@@ -264,7 +264,7 @@ def test_kernels_of_rows_are_cut_along_two_axes(monkeypatch):
         return [len(sizes.split(",")) for sizes in tiles]
 
     there = compiled()
-    monkeypatch.setattr(_passes, "of_matrices", lambda *_: None)
+    monkeypatch.setattr(_written, "of_matrices", lambda *_: None)
     before = compiled()
     assert max(axes(there)) < max(axes(before)) == 4
     moved = jmp_kit.numerics.traffic

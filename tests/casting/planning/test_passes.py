@@ -566,7 +566,7 @@ def test_cotangents_of_a_gate_share_nothing_dear():
 def test_cotangents_of_a_gate_are_one_kernel_for_an_h200(monkeypatch):
     shapes = {"in": (256, 512), "bias": (512,), "out": (256, 256)}
     found = compiled(gated, shapes, (65536, 256)).nbytes
-    monkeypatch.setattr("jmp_kit.casting.planning._passes._Segment._joined", lambda *_: set())
+    monkeypatch.setattr("jmp_kit.casting.planning._segment.Segment._joined", lambda *_: set())
     assert found <= compiled(gated, shapes, (65536, 256)).nbytes - 2 * 2 * 65536 * 256
 
 
@@ -800,7 +800,7 @@ def test_what_an_associative_scan_ends_in_is_written_once_for_an_h200(monkeypatc
     weights = dict.fromkeys(("in", "decay", "enter"), (1024, 1024))
     shapes = {**weights, "bias": (1024,)}, (8, 1024, 1024)
     found = compiled(recurrent, *shapes).nbytes
-    monkeypatch.setattr("jmp_kit.casting.planning._passes.ends_of_woven", lambda _: set())
+    monkeypatch.setattr("jmp_kit.casting.planning._segment.ends_of_woven", lambda _: set())
     assert found <= compiled(recurrent, *shapes).nbytes - 8 * 2 * 8 * 1024 * 1024
 
 

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import jmp_kit
 from jmp_kit import autocast
-from jmp_kit.casting.planning import _passes
+from jmp_kit.casting.planning import _written
 from jmp_kit.casting.planning._shapes import Shaped, in_one_shape
 from jmp_kit.casting.rewriting._inline import inlined
 from jmp_kit.programs._axes import ELEMENTWISE, RESHAPES
@@ -164,7 +164,7 @@ def parameters(channels):
 def test_gradients_are_as_good(monkeypatch):
     params, x = parameters(8), jax.random.normal(jax.random.key(2), (16, 16, 16, 8))
     found = gradient_error(network, params, x)
-    monkeypatch.setattr(_passes, "in_one_shape", lambda eqns: Shaped(eqns, {}))
+    monkeypatch.setattr(_written, "in_one_shape", lambda eqns: Shaped(eqns, {}))
     assert found <= 1.05 * gradient_error(network, params, x)
 
 
@@ -190,5 +190,5 @@ def traffic_for_an_h200():
 def test_nothing_is_computed_for_each_shape_for_an_h200(monkeypatch):
     found = traffic_for_an_h200()
     assert found.wide <= 0.1 * 4 * ACTIVATION
-    monkeypatch.setattr(_passes, "in_one_shape", lambda eqns: Shaped(eqns, {}))
+    monkeypatch.setattr(_written, "in_one_shape", lambda eqns: Shaped(eqns, {}))
     assert found.nbytes <= traffic_for_an_h200().nbytes - 2.5 * 4 * ACTIVATION
