@@ -1,6 +1,6 @@
-"""What each part makes for itself of one value that is stored, rather than have it stored as well.
+"""What a product gives with its bias, made by each part that takes it rather than stored beside it.
 
-A product's result with its bias, which what follows takes, and a later sum once more: to read what
+A slope of an integrator, say, which its next stage takes, and the sum of all of them: to read what
 it is made of is to read no more, and it is not written.
 """
 
@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting.reading._parts import is_alone
 from jmp_kit.casting.reading._worth import is_costly
-from jmp_kit.casting.rewriting._sunk import is_computed
+from jmp_kit.programs._axes import ELEMENTWISE
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
@@ -32,9 +32,9 @@ def apiece(
     uses: Mapping[Var, Sequence[JaxprEqn | None]],
     is_late: Callable[[JaxprEqn], bool],
 ) -> list[list[JaxprEqn]]:
-    """The parts, each with equations of its own for what earlier ones make of one stored value.
+    """The parts, each with equations of its own for what earlier ones make of what a product gives.
 
-    What the backward pass takes of the forward pass is another matter: see `_again`.
+    Nothing but cheap functions of its values, each in its place. What the backward pass takes of the forward pass is another matter: see `_again`.
 
     Args:
       depending: the variables that depend on a product; others are there in any case.
@@ -43,11 +43,13 @@ def apiece(
     made_in = {v: i for i, part in enumerate(parts) for e in part for v in e.outvars}
     order = {id(e): i for i, e in enumerate(e for part in parts for e in part)}
     largest = [largest_size(part) for part in parts]
-    convolved = {v for part in parts for e in part if _convolves(e) for v in e.outvars}
+    products = (e for part in parts for e in part if flow.is_product(e) and not _convolves(e))
+    given = {v for eqn in products for v in eqn.outvars}
 
     def is_on_the_way(v: Var, eqn: JaxprEqn) -> bool:
         """Whether it is cheap, and stored for none but those who would make it themselves."""
-        is_cheap = is_computed(eqn) and not is_costly(eqn)
+        spreads = eqn.primitive.name == "broadcast_in_dim"
+        is_cheap = (eqn.primitive.name in ELEMENTWISE or spreads) and not is_costly(eqn)
         return is_cheap and not any(use is None or flow.closes(use) for use in uses[v])
 
     maker = [{v: e for e in part for v in e.outvars if is_on_the_way(v, e)} for part in parts]
@@ -63,11 +65,10 @@ def apiece(
         )
 
     def of_one(v: Var) -> list[JaxprEqn]:
-        """What makes it of one value, if that is all that it is made of."""
+        """What makes it of what one product gives, if that is all that it is made of."""
         eqns, sources = traced_back([v], maker[made_in[v]])
         large = {a for a in sources if not is_small(a, size_of(v))}
-        # A convolution and what is added to it are one kernel, which stores the sum alone.
-        is_one = sum(map(size_of, large)) <= size_of(v) and convolved.isdisjoint(large)
+        is_one = sum(map(size_of, large)) <= size_of(v) and large <= given
         return sorted(eqns.values(), key=lambda e: order[id(e)]) if is_one else []
 
     found: list[list[JaxprEqn]] = []
@@ -84,4 +85,5 @@ def apiece(
 
 
 def _convolves(eqn: JaxprEqn) -> bool:
+    """Whether one kernel makes it with what is added to it, and stores the sum alone."""
     return eqn.primitive.name == "conv_general_dilated"

@@ -77,7 +77,7 @@ def sunk(
         with_it, taken = {id(eqn)}, {*to_be_stored(eqn, part)}
         while True:
             alone = {v for v in taken if {id(u) for u in takers(v)} <= with_it}
-            more = [maker[v] for v in alone if is_computed(maker[v])]
+            more = [maker[v] for v in alone if _is_computed(maker[v])]
             if not more:
                 return sum(map(size_of, taken)) < max(map(size_of, eqn.outvars))
             with_it.update(map(id, more))
@@ -85,7 +85,7 @@ def sunk(
             taken.update(v for e in more for v in to_be_stored(e, part))
 
     def sinks(eqn: JaxprEqn, part: int) -> bool:
-        [v] = eqn.outvars if is_computed(eqn) else [None]
+        [v] = eqn.outvars if _is_computed(eqn) else [None]
         is_large = v in depending and not is_small(v, largest[part])
         if is_late(eqn):
             is_term = v in added and [u and u.primitive.name in ADDS for u in uses[v]] == [True]
@@ -110,8 +110,7 @@ def sunk(
     return [part for part in found if part]
 
 
-def is_computed(eqn: JaxprEqn) -> bool:
-    """Whether XLA makes it in registers, of other values in its place."""
+def _is_computed(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in ELEMENTWISE | _SPREADS
 
 
