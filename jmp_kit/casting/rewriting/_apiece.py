@@ -34,7 +34,8 @@ def apiece(
 ) -> list[list[JaxprEqn]]:
     """The parts, each with equations of its own for what earlier ones make of what a product gives.
 
-    Nothing but cheap functions of its values, each in its place. What the backward pass takes of the forward pass is another matter: see `_again`.
+    Only cheap functions of its values, each in its place, are made so. What the backward pass takes
+    of the forward pass is another matter: see `_again`.
 
     Args:
       depending: the variables that depend on a product; others are there in any case.
