@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting.reading._parts import is_alone
-from jmp_kit.casting.reading._worth import is_costly
-from jmp_kit.programs._axes import ELEMENTWISE
-from jmp_kit.programs._flow import Flow
+from jmp_kit.programs._flow import SUMS, Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
     copied,
@@ -23,6 +21,9 @@ from jmp_kit.programs._jaxpr import (
     taking,
     traced_back,
 )
+
+# Biases, scales and what they are spread by, and a ReLU.
+_CHEAP = SUMS | {"mul", "div", "neg", "max", "min", "broadcast_in_dim"}
 
 
 def apiece(
@@ -49,8 +50,7 @@ def apiece(
 
     def is_on_the_way(v: Var, eqn: JaxprEqn) -> bool:
         """Whether it is cheap, and stored for none but those who would make it themselves."""
-        spreads = eqn.primitive.name == "broadcast_in_dim"
-        is_cheap = (eqn.primitive.name in ELEMENTWISE or spreads) and not is_costly(eqn)
+        is_cheap = eqn.primitive.name in _CHEAP
         return is_cheap and not any(use is None or flow.closes(use) for use in uses[v])
 
     maker = [{v: e for e in part for v in e.outvars if is_on_the_way(v, e)} for part in parts]
