@@ -52,6 +52,24 @@ def test_a_gradient_is_made_in_the_dtype_that_it_is_summed_in(way, dtype):
     assert {p.out_dtype for p in found if p not in weights} == {"bfloat16"}
 
 
+@pytest.mark.filterwarnings("ignore:Gradients are computed in float16", "ignore:A product asks")
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_cotangents_of_half_programs_are_in_their_dtype(dtype, policy):
+    """What a product gives is added to what none gives, and a weight's gradient is made of both."""
+
+    def loss_fn(params, x):
+        x = x @ params[0]
+        return ((x @ params[1] + x) / 2).sum()
+
+    params, x = [p.astype(dtype) for p in PARAMS], X.astype(dtype)
+    found = autocast(jax.grad(loss_fn), policy)(params, x)
+    for ours, full in zip(found, jax.grad(loss_fn)(params, x), strict=True):
+        assert ours.dtype == dtype
+        ours, full = (np.asarray(a, np.float32) for a in (ours, full))
+        np.testing.assert_allclose(ours, full, atol=0.02 * np.abs(full).max())
+
+
 @ways
 def test_what_leads_to_a_looked_up_table_is_half(way, monkeypatch):
     """It is no gradient of a weight, though no product follows it."""

@@ -159,8 +159,9 @@ class Planner:
     ) -> Iterator[tuple[Var, np.dtype]]:
         """Gradients of weights: products of the backward pass that results or state are made of.
 
-        And what is scaled before it is rounded.
+        And what is scaled before it is rounded. Others than float32 are what they were traced in.
         """
+        products = [e for e in products if is_float32(e.outvars[0])]
         yield from ((e.outvars[0], np.dtype(np.float32)) for e in products if is_scaled_at_once(e))
         is_repeated = any(e.primitive.name in _LOOPS for e in self.calls)
 

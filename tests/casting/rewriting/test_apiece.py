@@ -9,7 +9,7 @@ import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import plans_of
 from jmp_kit.casting.planning._plan import Form
-from tests.casting.rewritten import gradient_error
+from tests.casting.rewritten import assert_devices_learn_the_same, gradient_error
 from tests.casting.states import normals
 from tests.casting.stream import norm, step_of
 from tests.casting.zoo import mean_square
@@ -97,6 +97,11 @@ def test_gradients_are_nearer_to_float32(monkeypatch):
     found = error()
     as_before(monkeypatch)
     assert found < error()
+
+
+def test_devices_that_share_a_batch_learn_what_one_learns():
+    taken = {name: PARAMS[name] for name in (*SQUARES, "bias")}
+    assert_devices_learn_the_same(integrated, taken, X)
 
 
 @pytest.mark.filterwarnings("default")
