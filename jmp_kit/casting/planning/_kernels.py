@@ -92,8 +92,8 @@ def begun_late(eqn: JaxprEqn, begun: Set[Var], sources: Iterable[Var]) -> Iterat
 
 
 def flattened(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-    """The equation; a sum over the first axis into several axes does not say how these lie."""
-    if eqn.primitive.name == "reduce_sum" and tuple(eqn.params["axes"]) == (0,):
+    """The equation; a sum over the first axes into several others does not say how these lie."""
+    if eqn.primitive.name == "reduce_sum" and _is_over_first(eqn.params["axes"]):
         [result] = eqn.outvars
         if len(shape_of(result)) > 1 and not _is_split(result):  # split axes are not joined
             total = Var(result.aval)
@@ -189,11 +189,15 @@ def on_gpus_alone(function: Callable[..., Any]) -> Callable[..., Any]:
 def _divided(eqn: JaxprEqn) -> int | None:
     """The axis that is summed up in two stages, if one is."""
     [operand], [result], axes = eqn.invars, eqn.outvars, eqn.params["axes"]
-    is_leading = sorted(axes) == list(range(len(axes)))
-    if size_of(operand) < _MANY or size_of(result) >= _FEW or is_leading:
+    is_small = size_of(operand) < _MANY or size_of(result) >= _FEW
+    if is_small or _is_over_first(axes):
         return None
     shape = shape_of(operand)
     return next((a for a in axes if a < len(shape) - 1 and shape[a] % _STAGES == 0), None)
+
+
+def _is_over_first(axes: Sequence[int]) -> bool:
+    return sorted(axes) == list(range(len(axes)))
 
 
 def _is_split(v: Var) -> bool:

@@ -133,15 +133,23 @@ def test_the_gradient_of_a_maximum_over_windows(padding):
 
 
 @pytest.mark.parametrize(
-    ("axes", "shape"), [((0,), (4, 3, 2)), ((0,), (4, 3)), ((0, 1), (4, 3, 2))]
+    ("axes", "shape", "is_flat"),
+    [
+        ((0,), (4, 3, 2), True),
+        ((0, 1), (5, 4, 3, 2), True),
+        ((0,), (4, 3), False),
+        ((0, 1), (4, 3, 2), False),
+        ((1,), (4, 3, 2), False),
+        ((0, 2), (5, 4, 3, 2), False),
+    ],
 )
-def test_what_is_flat_in_between_is_as_it_was(axes, shape):
+def test_what_is_flat_in_between_is_as_it_was(axes, shape, is_flat):
     x = np.random.default_rng(0).integers(9, size=shape).astype(np.float32)
     jaxpr, _ = opened(jax.make_jaxpr(lambda x: jnp.sum(x, axes))(x))
     eqns = [e for eqn in jaxpr.eqns for e in flattened(eqn)]
     [found] = jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), [], x)
     np.testing.assert_array_equal(found, x.sum(axes))
-    assert (len(eqns) > 1) == (axes == (0,) and len(shape) > 2)
+    assert (len(eqns) > 1) == is_flat
 
 
 @pytest.mark.parametrize(

@@ -224,8 +224,9 @@ def test_what_a_library_s_product_pads_is_not_copied_for_an_h200():
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+@pytest.mark.parametrize("batch", [(32,), (4, 8)])
 @pytest.mark.parametrize("first", [lambda x: x, layer_norm])
-def test_positions_are_added_to_a_batch_as_it_lies_in_memory(first):
+def test_positions_are_added_to_a_batch_as_it_lies_in_memory(first, batch):
     """XLA would have the batch last, for their gradient is a sum over it, and turn everything."""
 
     def loss_fn(params, x):
@@ -235,7 +236,7 @@ def test_positions_are_added_to_a_batch_as_it_lies_in_memory(first):
 
     def moved(*positions):
         params = {"in": (256, 256), "out": (256, 256), "positions": positions}
-        return compiled(loss_fn, params, (32, 512, 256)).nbytes
+        return compiled(loss_fn, params, (*batch, 512, 256)).nbytes
 
     assert moved(512, 256) <= 1.02 * moved(512 * 256)
 
