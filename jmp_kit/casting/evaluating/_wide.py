@@ -1,8 +1,11 @@
-"""Products of halves in float32, written so that they run on CPUs; elsewhere as they were.
+"""Products of halves in float32, gradients of weights, written for what XLA makes of them.
 
 XLA on CPUs has such a product of matrices, and of batches of these, whose axes come first. But it
 takes others, and turns round one whose result is transposed, and finds when the program runs that
 it cannot.
+
+On GPUs it moves what is summed up over several axes, if they are the first ones of an operand, and
+asks whatever makes that to lay it out so, a batch last in memory. Of one axis it does not.
 """
 
 import functools
@@ -13,21 +16,42 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.programs._axes import Operand, is_shared, sides_of
+from jmp_kit.programs._axes import Operand, is_shared, reshaped, sides_of
 from jmp_kit.programs._jaxpr import cast, equations_of, shape_of
 
 
 def runnable(product: JaxprEqn) -> list[JaxprEqn]:
     """The equations of a product that is to give float32 of halves."""
     is_dot = product.primitive.name == "dot_general"
+    # What lies on devices along two axes cannot lie along one.
+    is_on_mesh = any(map(is_shared, product.invars))
+    if is_dot and not is_on_mesh and all(map(_is_over_neighbours, sides_of(product))):
+        *before, product = _over_one_axis(product)
+        return [*before, *runnable(product)]
     function = functools.partial(_not_turned, product)
     if is_dot and not all(map(_is_matrix, sides_of(product))):
-        # What lies on devices along two axes cannot lie along one.
-        is_on_mesh = any(map(is_shared, product.invars))
         function = functools.partial(_either, product, _of_float32 if is_on_mesh else _of_matrices)
     return list(equations_of(function, product.invars, product.outvars, product.source_info))
+
+
+def _is_over_neighbours(side: Operand) -> bool:
+    """Whether several axes are contracted, each of which is next to the one before."""
+    axes = list(side.contracted)
+    return len(axes) > 1 and axes == list(range(axes[0], axes[0] + len(axes)))
+
+
+def _over_one_axis(product: JaxprEqn) -> list[JaxprEqn]:
+    """The product, before it its operands with one axis in place of those that are contracted."""
+    sides = sides_of(product)
+    operands = [Var(s.atom.aval.update(shape=_joined(s, shape_of(s.atom)))) for s in sides]
+    numbers = tuple(zip(*map(_numbers, sides), strict=True))
+    pairs = zip(sides, operands, strict=True)
+    return [
+        *(eqn for side, v in pairs for eqn in reshaped(side.atom, v, product)),
+        product.replace(invars=operands, params=product.params | {"dimension_numbers": numbers}),
+    ]
 
 
 def _is_matrix(side: Operand) -> bool:
@@ -80,3 +104,13 @@ def _matrix(x: jax.Array, side: Operand) -> jax.Array:
     rows = lax.transpose(x, (*side.batch, *side.kept, *side.contracted))
     shape = *sizes(side.batch), math.prod(sizes(side.kept)), *sizes(side.contracted)
     return lax.reshape(rows, shape)
+
+
+def _joined(side: Operand, shape: Sequence[int]) -> tuple[int, ...]:
+    first, last = side.contracted[0], side.contracted[-1]
+    return *shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]
+
+
+def _numbers(side: Operand) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    first, *others = side.contracted
+    return (first,), tuple(i - len(others) if i > first else i for i in side.batch)

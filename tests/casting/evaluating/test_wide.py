@@ -8,9 +8,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jmp_kit
 from jmp_kit import autocast
+from jmp_kit.casting.evaluating import _wide
+from jmp_kit.programs import every_equation
+from tests.casting.planning.test_passes import compiled, layer_norm
 from tests.casting.test_zoo import distance
 from tests.casting.zoo import mean_square
 from tests.compiling import OPTIMISED
+
+H200 = jmp_kit.numerics.TARGETS["h200"]
 
 BATCHES = 4, 32, 64
 
@@ -144,3 +149,46 @@ def test_batch_axes_need_not_be_first_on_a_mesh(formula, is_scanned, kind):
     loss_fn, *args = batched(formula, is_scanned)
     with jax.set_mesh(mesh):
         assert_same(loss_fn, *jax.device_put(args, NamedSharding(mesh, PartitionSpec())))
+
+
+# Of weights and activations, and over how many axes the gradient's product sums up.
+SUMMED = {
+    "dhk,btd->bthk": ((32, 4, 16), (2, 8, 32), 1),
+    "hkd,bthk->btd": ((4, 16, 32), (2, 8, 4, 16), 1),
+    "gdk,btgd->btgk": ((2, 32, 16), (3, 8, 2, 32), 1),
+    "dk,tdb->tbk": ((32, 16), (8, 32, 3), 2),
+}
+
+
+@pytest.mark.parametrize("is_scanned", [True, False])
+@pytest.mark.parametrize("formula", SUMMED)
+def test_axes_to_sum_up_over_are_one_where_they_are_neighbours(formula, is_scanned):
+    *shapes, count = SUMMED[formula]
+    w, x = (normal(i, *shape) for i, shape in enumerate(shapes))
+
+    def gradient(x):
+        return jax.grad(lambda w: mean_square(1 + jnp.tanh(jnp.einsum(formula, w, x))))(w)
+
+    step, x = (lambda xs: lax.map(gradient, xs), x[None]) if is_scanned else (gradient, x)
+    jaxpr = jax.make_jaxpr(autocast(step, "mixed_bfloat16"))(x).jaxpr
+    products = [e for e, _ in every_equation(jaxpr) if e.primitive.name == "dot_general"]
+    wide = [e for e in products if e.outvars[0].aval.dtype == jnp.float32]
+    assert all(v.aval.dtype == jnp.bfloat16 for e in wide for v in e.invars)
+    assert {len(e.params["dimension_numbers"][0][0]) for e in wide} == {count}
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_an_odd_number_of_words_is_not_moved_for_an_h200(monkeypatch):
+    """XLA moves axes to sum up over, unless they are one."""
+
+    def loss_fn(params, x):
+        x = jnp.tanh(layer_norm(x @ params["in"]) @ params["out"])
+        return mean_square(x @ params["out"])
+
+    def moved():
+        return compiled(loss_fn, {"in": (256, 256), "out": (256, 256)}, (32, 63, 256)).nbytes
+
+    found = moved()
+    monkeypatch.setattr(_wide, "_is_over_neighbours", lambda _: False)
+    assert found <= 0.98 * moved()
