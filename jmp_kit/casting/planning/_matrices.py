@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting.planning import _kernels as kernels
 from jmp_kit.casting.planning._plan import Matrices, Piece
-from jmp_kit.programs._axes import ELEMENTWISE, REDUCES, RESHAPES, is_shared
+from jmp_kit.programs._axes import ELEMENTWISE, REDUCES, RESHAPES, is_shared, reshaped
 from jmp_kit.programs._jaxpr import (
     Atom,
     equations_of,
@@ -84,8 +84,10 @@ class _Joining:
         name, [result, *others] = eqn.primitive.name, eqn.outvars
         if not any(map(self.shape, (*eqn.invars, *eqn.outvars))):
             return [taking(eqn, self.names)]
-        if any(map(is_shared, (*eqn.invars, result))) or others or list(subjaxprs(eqn)):
+        if any(map(is_shared, (*eqn.invars, result))) or others:
             return None
+        if list(subjaxprs(eqn)):
+            return self.called(eqn) if _is_in_place(eqn, shape_of(result)) else None
         if name in RESHAPES:
             return self.reshaped(eqn, self.shape(result) or shape_of(result))
         if not self.shape(result):
@@ -119,6 +121,14 @@ class _Joining:
             return []
         reshape = functools.partial(lax.reshape, new_sizes=shape)
         return self.traced(reshape, operand, self.name(result), eqn)
+
+    def called(self, eqn: JaxprEqn) -> Sequence[JaxprEqn]:
+        """The equation of what has the axes that it was traced with: a rule comes with it."""
+        whole = {a: Var(a.aval) for a in eqn.invars if is_var(a) and self.shape(a)}
+        [result], made = eqn.outvars, Var(eqn.outvars[0].aval)
+        before = (e for a, v in whole.items() for e in reshaped(self.name(a), v, eqn))
+        call = eqn.replace(invars=in_place(eqn.invars, whole), outvars=[made])
+        return [*before, call, *reshaped(made, self.name(result), eqn)]
 
     def elementwise(self, eqn: JaxprEqn) -> Sequence[JaxprEqn] | None:
         """The equation, before it what has only some of the axes."""
@@ -164,3 +174,11 @@ class _Joining:
         self, function: Callable[[Any], Any], operand: Atom, result: Var, eqn: JaxprEqn
     ) -> Sequence[JaxprEqn]:
         return list(equations_of(function, [self.name(operand)], [result], eqn.source_info))
+
+
+def _is_in_place(eqn: JaxprEqn, shape: Shape) -> bool:
+    """Whether it computes each value of those in its place, by itself or in what it calls."""
+    inside = [e for jaxpr in subjaxprs(eqn) for e in jaxpr.eqns]
+    shapes = set(map(shape_of, (*eqn.invars, *eqn.outvars))) - {()}
+    is_known = inside or eqn.primitive.name in ELEMENTWISE
+    return bool(is_known) and shapes == {shape} and all(_is_in_place(e, shape) for e in inside)

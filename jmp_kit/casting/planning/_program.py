@@ -27,6 +27,7 @@ class Program(NamedTuple):
     half: np.dtype  # of products without a mark
     depending: set[Var]  # on a product
     constant: set[Var]  # made of numbers in the program
+    filled: Mapping[Var, JaxprEqn]  # with one number, and what fills it
     reaching: set[Var]  # a product
     origins: Mapping[Var, Origins]  # of what it is an update
     products: Mapping[Var, JaxprEqn]  # by what they give
@@ -106,6 +107,7 @@ def read(
         half=half,
         depending=depending,
         constant=constant,
+        filled={e.outvars[0]: e for e in jaxpr.eqns if _fills(e)},
         reaching=reaching,
         origins=origins,
         products=products,
@@ -127,3 +129,7 @@ def read(
 
 def _dtype_of(eqn: JaxprEqn, flow: Flow, half: np.dtype) -> np.dtype | None:
     return stored_dtype(marked_dtype(eqn) or half) if flow.is_product(eqn) else None
+
+
+def _fills(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "broadcast_in_dim" and not is_var(eqn.invars[0])

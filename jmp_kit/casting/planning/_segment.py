@@ -66,6 +66,7 @@ class Segment:
       maker: the equation that makes each of its values.
       place: of each equation, by identity.
       rounded: what is stored in half.
+      joins: the size of what each small value is combined with; 0 if that is small, too.
       stops: what ends a pass for whoever takes it, but for sums along rows.
       joined: what is joined with others that the same dear functions go into.
       statistics: the sums along rows that have a pass of their own.
@@ -141,7 +142,7 @@ class Segment:
             and self.is_big(operand)
             and is_along_rows(eqn)
             and shape_of(operand)[-1] <= _LONGEST
-            and eqn.outvars[0] in self.joins
+            and 0 < self.joins[eqn.outvars[0]] <= size_of(operand)
             and not is_rounding(eqn)
         )
 
@@ -189,14 +190,14 @@ class Segment:
                 found.append(several)
         return set().union(*found)
 
-    def _joining(self, segment: Sequence[JaxprEqn]) -> set[Var]:
-        """The small values that are combined with big ones."""
-        found: set[Var] = set()
-        for eqn in reversed(segment):
-            if self.is_fused(eqn) and (
-                any(map(self.is_big, eqn.outvars)) or not found.isdisjoint(eqn.outvars)
-            ):
-                found |= {a for a in eqn.invars if is_var(a) and not self.is_big(a)}
+    def _joining(self, segment: Sequence[JaxprEqn]) -> Mapping[Var, int]:
+        """The small values that are combined with big ones, and the largest size of these."""
+        found: dict[Var, int] = collections.defaultdict(int)
+        for eqn in filter(self.is_fused, reversed(segment)):
+            sizes = (size_of(v) if self.is_big(v) else found[v] for v in eqn.outvars)
+            if largest := max(sizes, default=0):
+                small = (a for a in eqn.invars if is_var(a) and not self.is_big(a))
+                found.update((a, max(largest, found[a])) for a in small)
         return found
 
     def _statistics(self, roots: Iterable[Var]) -> set[Var]:

@@ -38,7 +38,8 @@ class Writer:
         ordered = [eqns[i] for i in sorted(eqns, key=segment.place.__getitem__)]
         fresh = dict.fromkeys(v for cone in cones for v in segment.fresh(cone))
         sources = dict.fromkeys(v for cone in cones for v in cone.sources)
-        ordered = [e for eqn in ordered for e in kernels.flattened(eqn)]
+        filled = [program.filled[v] for v in sources if v in program.filled]
+        ordered = [e for eqn in (*filled, *ordered) for e in kernels.flattened(eqn)]
         late = [v for v in sources if is_float32(v) and program.depends(v)]
         ordered = [e for eqn in ordered for e in kernels.begun_late(eqn, program.begun, late)]
         ordered = [e for eqn in ordered for e in self._put(eqn)]

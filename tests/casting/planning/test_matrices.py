@@ -48,7 +48,15 @@ def summed_over_images(x, *_):
 
 
 def called(x, *_):
-    return jax.jit(jnp.sin, inline=False)(norm(x))
+    return jax.nn.hard_swish(norm(x))
+
+
+def called_with_axes(x, *_):
+    return jax.jit(jnp.cumsum, inline=False, static_argnums=1)(norm(x), 0)
+
+
+def called_with_several(x, *_):
+    return jax.jit(jnp.add, inline=False)(norm(x), jnp.ones(x.shape[-1:]))
 
 
 def as_matrices(fun, *xs, apart=True, moved=None):
@@ -84,7 +92,7 @@ def ones(shape, *kept):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("fun", [norm, softmax, reshaped])
+@pytest.mark.parametrize("fun", [norm, softmax, reshaped, called])
 def test_rows_of_matrices_are_what_they_were(fun, shape):
     x, _ = given(shape, ())
     np.testing.assert_allclose(as_matrices(fun, x), fun(x), rtol=1e-5, atol=1e-5)
@@ -147,7 +155,10 @@ def multiplied(x, *_):
     return norm(square @ square)
 
 
-@pytest.mark.parametrize("fun", [turned, summed_over_images, called, looked_up, put_in, multiplied])
+OTHERS = [called_with_axes, called_with_several, looked_up, put_in, multiplied]
+
+
+@pytest.mark.parametrize("fun", [turned, summed_over_images, *OTHERS])
 def test_axes_that_are_treated_differently_are_not_joined(fun):
     x, _ = given(SHAPES[0], ())
     assert as_matrices(fun, x) is None
@@ -187,6 +198,47 @@ def joined(x):
     found = plans_of(jax.grad(loss_fn), "mixed_bfloat16", WEIGHTS, x)
     parts = (step for plan in found for step in plan.steps if isinstance(step, Part))
     return [piece.matrices is not None for part in parts for piece in part.segment]
+
+
+def passes_over_rows(loss_fn, x, monkeypatch):
+    """What each is as one over those of a matrix, or None."""
+    found = []
+
+    def spied(*args):
+        found.append(of_matrices(*args))
+        return found[-1]
+
+    monkeypatch.setattr(_written, "of_matrices", spied)
+    plans_of(jax.grad(loss_fn), "mixed_bfloat16", WEIGHTS, x)
+    return found
+
+
+def test_what_is_one_number_everywhere_is_made_where_rows_take_it(monkeypatch):
+    """The ones and zeros of `clip`'s derivative: XLA needed minutes for a net of such functions."""
+
+    def clipped(x):
+        return x * jnp.clip(x + 3, 0, 6) / 6
+
+    def loss_fn(weights, x):
+        x = norm(clipped(norm(x @ weights["in"])) @ weights["scale"])
+        return mean_square(clipped(x) @ weights["out"])
+
+    found = passes_over_rows(loss_fn, X, monkeypatch)
+    assert len(found) == 4
+    assert None not in found
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_sum_that_goes_into_more_than_its_rows_is_none_of_them(size, monkeypatch):
+    """Statistics of groups of channels, say, which are summed up over an image before."""
+
+    def loss_fn(weights, x):
+        groups = (x @ jnp.ones((32, 64))).reshape(-1, size, size, 2, 32)
+        totals = jnp.sum(jnp.sin(groups[:, 0, 0]), -1)
+        return mean_square(jnp.sin(groups * totals[:, None, None, :, None]) @ weights["in"])
+
+    found = passes_over_rows(loss_fn, jnp.zeros((2**14, size, size, 32)), monkeypatch)
+    assert len(found) == (size == 1)
 
 
 @pytest.mark.parametrize("device", ["this", "a GPU"])
