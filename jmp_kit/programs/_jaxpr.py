@@ -195,10 +195,10 @@ def in_place(atoms: Sequence[Atom], renamed: Mapping[Var, Atom]) -> list[Atom]:
     return [renamed.get(a, a) if is_var(a) else a for a in atoms]
 
 
-def constants_of(jaxpr: Jaxpr) -> set[Var]:
+def constants_of(eqns: Iterable[JaxprEqn]) -> set[Var]:
     """What is made of numbers in the program alone: zeros, positions, masks made of them."""
     found: set[Var] = set()
-    for eqn in jaxpr.eqns:
+    for eqn in eqns:
         if all(not is_var(a) or a in found for a in eqn.invars) and not eqn.effects:
             found.update(eqn.outvars)
     return found

@@ -97,7 +97,7 @@ def read(
     mirrored = states.mirrored(jaxpr, origins, depending)
     if mirrored.shapes != states.shapes:
         origins = mirrored.origins(jaxpr, known.origins, depending)
-    constant, uses = constants_of(jaxpr), uses_of(jaxpr)
+    constant, uses = constants_of(jaxpr.eqns), uses_of(jaxpr)
     reaching = flow.reaching(jaxpr, known.reaches)
     products = {v: e for e in jaxpr.eqns if flow.is_product(e) for v in e.outvars}
     in_half = {v: e for v, e in products.items() if _dtype_of(e, flow, half) == half}

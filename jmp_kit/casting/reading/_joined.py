@@ -62,7 +62,10 @@ def joined(
         is_alike = all(a in alike or size_of(a) < size_of(v) for a in filter(is_var, others))
         if is_alike and not any(each):
             alike.update(eqn.outvars)
-        if eqn.primitive.name == "select_n":
+        found: Set[Var] = set()
+        if reduces(eqn):  # a pass of its own makes it
+            found = {v} if depends(v) else set()
+        elif eqn.primitive.name == "select_n":
             found = max(each[1:], key=len)
         else:
             scales = eqn.primitive.name in _SCALES and is_alike and len(each) - len(others) == 1

@@ -14,6 +14,7 @@ from jmp_kit.casting.reading._worth import CUTS, is_kept, normed, reduces, woven
 from jmp_kit.casting.recomputing._again import LITTLE, Value
 from jmp_kit.programs._flow import MOVED, Flow
 from jmp_kit.programs._jaxpr import (
+    constants_of,
     is_float32,
     is_small,
     is_var,
@@ -71,6 +72,7 @@ class ForwardPass:
         products = {v for e in self.eqns if flow.is_product(e) for v in e.outvars}
         self.sums = {v for part in parts for v in sums_of_halves(part, products)}
         self.streams = {v for part in parts for v in streams(part, flow, products, uses)}
+        self.constant = constants_of(self.eqns)
         self.woven = {v for part in parts for v in woven(part)}
         self.ahead = ahead(self.eqns, flow, uses, self.is_late)
 
@@ -127,13 +129,15 @@ class ForwardPass:
         is_woven = v in self.woven and not closing
         is_half = bool(closing) or is_product or not (is_woven or is_small(v, self.largest[here]))
         is_half &= is_float32(v)
-        nbytes = count_of(v) * (2 if is_half else v.aval.dtype.itemsize)
+        nbytes = 2 * count_of(v) if is_half else nbytes_of(v)
         # A norm is made again in a pass of its own, which reads what it is a norm of.
         again = nbytes * (2 if is_normed else 1) if is_multiplied else 0
         # Of a gate and of what it lets through, cut from one product, XLA makes another kernel of
         # what is let through than of their cotangents, which are joined.
         cut = sum(map(count_of, self._cut_before(v))) if is_multiplied and is_half else 0
         again += 2 * cut if cut > count_of(v) else 0
+        # What was looked up for it, say, is looked up again.
+        again += sum(map(nbytes_of, self._given(v))) if is_multiplied else 0
         if is_woven and v in self.maker and self.maker[v].primitive.name in CUTS:
             again = nbytes + 2 * sum(map(count_of, self._sources(v)))
         operands = [a for a in self.maker[v].invars if is_var(a)] if v in self.maker else None
@@ -157,6 +161,11 @@ class ForwardPass:
         _, sources = traced_back([v], self.maker, self.cut)
         return self.cut.intersection(sources)
 
+    def _given(self, v: Var) -> set[Var]:
+        """What else it is made of that is read: what depends on no product."""
+        _, sources = traced_back([v], self.maker)
+        return sources.keys() - self.depending - self.constant
+
     def _is_added(self, v: Var) -> bool:
         """Whether XLA adds to it in its product's kernel, and writes the sum alone."""
         early = [e for e in self.uses[v] if e is None or not self.is_late(e)]
@@ -170,6 +179,12 @@ class ForwardPass:
 def count_of(v: Var) -> int:
     """How many elements it has, symbolic dimensions each as good as one."""
     return math.prod(n for n in shape_of(v) if isinstance(n, int))
+
+
+def nbytes_of(v: Var) -> int:
+    """What it takes in memory as it was traced."""
+    itemsize: int = v.aval.dtype.itemsize
+    return count_of(v) * itemsize
 
 
 def makers(

@@ -181,7 +181,7 @@ def test_what_is_scattered_into_comes_after_what_is_added(first):
 
     places, updates = jnp.arange(4), jnp.full((4, 64), first)
     jaxpr, _ = opened(jax.make_jaxpr(lookups)(places, updates))
-    zeros = begun(jaxpr.eqns, constants_of(jaxpr), set(), uses_of(jaxpr))
+    zeros = begun(jaxpr.eqns, constants_of(jaxpr.eqns), set(), uses_of(jaxpr))
     sources = [jaxpr.invars[1]]
     eqns = [e for eqn in jaxpr.eqns for e in begun_late(eqn, zeros, sources)]
     [found] = jax.jit(lambda *args: jax.core.eval_jaxpr(jaxpr.replace(eqns=eqns), [], *args))(
@@ -219,7 +219,7 @@ def test_what_is_added_to_others_begins_with_these():
     places, updates, product = jnp.arange(4), jnp.ones((4, 4)), jnp.ones((16, 4))
     jaxpr, _ = opened(jax.make_jaxpr(gradient)(places, updates, product))
     [eqn] = (e for e in jaxpr.eqns if e.primitive.name == "scatter-add")
-    constant, uses = constants_of(jaxpr), uses_of(jaxpr)
+    constant, uses = constants_of(jaxpr.eqns), uses_of(jaxpr)
     assert begun(jaxpr.eqns, constant, set(), uses) == set()
     assert begun(jaxpr.eqns, constant, {*eqn.outvars}, uses) == {eqn.invars[0]}  # of a cotangent
 

@@ -274,7 +274,7 @@ def test_a_large_table_s_gradient_waits_for_a_few_words():
     step = autocast(step_of(looked_up), "mixed_bfloat16")
     jaxpr, _ = opened(jax.make_jaxpr(step)(*with_a_table(1, 8)))
     [eqn] = (e for e in jaxpr.eqns if e.primitive.name == "scatter-add")
-    assert eqn.invars[0] not in constants_of(jaxpr)
+    assert eqn.invars[0] not in constants_of(jaxpr.eqns)
 
 
 @pytest.mark.filterwarnings("default")
@@ -679,6 +679,21 @@ def test_what_a_norm_before_another_gives_back_is_stored_in_half():
         return sum(s.form is Form.APART for s in every)
 
     assert apart(3) - apart(2) == 2
+
+
+def test_a_cotangent_that_was_summed_up_is_stored_in_half_for_a_norm():
+    """That of a norm of which a layer makes several functions, and another takes it as it is."""
+
+    def loss_fn(w, x):
+        y = layer_norm(x @ w[0])
+        waves = jnp.sin(y[..., None] * jnp.arange(1.0, 9.0)).reshape(len(y), -1)
+        return mean_square(waves @ jnp.ones((512, 64)) + jax.nn.silu(y) @ w[1])
+
+    args = [jnp.eye(64)] * 2, jnp.ones((256, 64))
+    [plan] = plans_of(jax.grad(loss_fn), "mixed_bfloat16", *args)
+    sums = {e.outvars[0] for e in plan.jaxpr.eqns if e.primitive.name == "reduce_sum"}
+    found = [s for s in plan.every_stored() if not sums.isdisjoint(s.eqn.invars)]
+    assert [(s.var.aval.shape, s.form) for s in found] == [((256, 64), Form.APART)]
 
 
 def test_what_joins_projections_is_not_stored_apart():

@@ -303,3 +303,17 @@ def test_a_gradient_through_a_step_of_a_rematerialised_layer():
     w, x = (jax.random.normal(jax.random.key(i), (32, 32)) / 8 for i in range(2))
     found = autocast(jax.grad(after_a_step), "mixed_bfloat16")(w, x)
     assert distance(found, jax.grad(after_a_step)(w, x)) <= 0.02
+
+
+def test_what_was_looked_up_is_not_looked_up_again():
+    """To read it costs more than to keep what it is joined in, for a product."""
+    places = jnp.arange(len(X)) % 4
+
+    def loss(w, x):
+        h = jnp.tanh(x @ w[0])
+        joined = jnp.concatenate([h, w[1][places], w[1][places + 1]], -1)
+        h = jnp.tanh(joined @ jnp.tile(w[1], (3, 1)))
+        return mean_square(jnp.tanh(jnp.tanh(h @ w[1]) @ w[1]) @ w[1])
+
+    step = step_of(loss)
+    assert operations(autocast(step, "mixed_bfloat16"), "concatenate") == 1
