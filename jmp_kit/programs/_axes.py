@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jmp_kit.programs._jaxpr import Atom, shape_of
 
 RESHAPES = {"reshape", "squeeze", "expand_dims"}
-REDUCES = {"reduce_sum", "reduce_max", "reduce_min"}
+REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 # What makes each value of those in its place.
 ELEMENTWISE = {"add", "add_any", "sub", "mul", "div", "rem", "max", "min", "pow", "integer_pow"}
 ELEMENTWISE |= {"neg", "sign", "abs", "square", "sqrt", "rsqrt", "cbrt", "floor", "ceil", "round"}
@@ -22,6 +22,11 @@ ELEMENTWISE |= {"tanh", "sinh", "cosh", "atanh", "asinh", "acosh"}
 ELEMENTWISE |= {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor", "not", "is_finite"}
 ELEMENTWISE |= {"select_n", "clamp", "convert_element_type", "reduce_precision", "copy"}
 ELEMENTWISE |= {"stop_gradient", "name"}
+
+
+def reduces(eqn: JaxprEqn) -> bool:
+    """Whether it sums up its operand, or chooses from it, along axes."""
+    return eqn.primitive.name in REDUCES
 
 
 def only_reshapes(eqn: JaxprEqn) -> bool:

@@ -18,12 +18,12 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_kit.casting.planning import _kernels as kernels
 from jmp_kit.casting.planning._plan import Form, Piece, Stored
 from jmp_kit.casting.planning._program import Program
-from jmp_kit.casting.planning._segment import Cone, Segment, is_reduction
+from jmp_kit.casting.planning._segment import Cone, Segment
 from jmp_kit.casting.planning._written import Writer
 from jmp_kit.casting.reading._parts import acts
 from jmp_kit.casting.reading._rounding import is_rounding
 from jmp_kit.casting.reading._worth import MOST_CUTS, cuts_before, is_costly
-from jmp_kit.programs._axes import runs_of
+from jmp_kit.programs._axes import reduces, runs_of
 from jmp_kit.programs._jaxpr import Atom, is_along_rows, is_var, size_of
 
 
@@ -94,7 +94,7 @@ class _Grouping:
         is_made = segment.is_big(root) and segment.is_fused(eqn)
         is_of_rows = is_made or segment.is_extremum(eqn)
         has_rows = is_of_rows and any(map(segment.is_row, cone.eqns))
-        whole = eqn.invars[0] if is_reduction(eqn) else root
+        whole = eqn.invars[0] if reduces(eqn) else root
         is_row = has_rows and self._is_worth_it(cone, whole)
         is_row &= not any(map(self._is_joined, cone.eqns))
         if not is_row and root not in segment.statistics:
@@ -105,7 +105,7 @@ class _Grouping:
             return Pass(level, (root,), is_apart=True, is_row=True)
         if root in segment.statistics:
             return Pass(level, ("statistics",))
-        if is_reduction(eqn) and segment.is_big(eqn.invars[0]):
+        if reduces(eqn) and segment.is_big(eqn.invars[0]):
             sources = segment.fresh(cone)
             key = eqn.primitive.name, *runs_of(eqn)
             is_scale = is_rounding(eqn)  # XLA finds it where what is rounded is made
@@ -119,7 +119,7 @@ class _Grouping:
         is_dear = root in self.summed and max(costly, default=0) >= size_of(root)
         if is_dear or (root in segment.joined and self._is_worth_it(cone, root)):
             return Pass(level, (root,), is_apart=True)
-        is_whole = not segment.is_fused(eqn) and not is_reduction(eqn)
+        is_whole = not segment.is_fused(eqn) and not reduces(eqn)
         return Pass(level, (id(eqn),) if is_whole else ())
 
     def _is_combined(self, cone: Cone) -> bool:

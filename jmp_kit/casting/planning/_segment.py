@@ -14,7 +14,7 @@ from jmp_kit.casting.planning._plan import Stored
 from jmp_kit.casting.planning._program import Program
 from jmp_kit.casting.reading._rounding import is_rounding
 from jmp_kit.casting.reading._worth import FEW, ends_of_woven, is_costly, is_kept, looked_up
-from jmp_kit.programs._axes import goes_into
+from jmp_kit.programs._axes import goes_into, reduces
 from jmp_kit.programs._jaxpr import (
     Atom,
     is_along_rows,
@@ -29,7 +29,6 @@ from jmp_kit.programs._jaxpr import (
 # What moves values, beside what computes with each of them.
 _MOVES = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "slice", "rev"}
 _MOVES |= {"concatenate", "pad", "iota", "split", "select_n", "clamp", "convert_element_type"}
-_REDUCES = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 
 # What XLA makes of several values in one kernel.
 _JOINS = {"concatenate", "pad"}
@@ -42,11 +41,6 @@ _SMALL, _LEAST = 16, 2**14
 
 # A row that one kernel holds in registers.
 _LONGEST = 2**14
-
-
-def is_reduction(eqn: JaxprEqn) -> bool:
-    """Whether it sums up its operand, or chooses from it, along axes."""
-    return eqn.primitive.name in _REDUCES
 
 
 class Cone(NamedTuple):
@@ -124,7 +118,7 @@ class Segment:
             return table not in self.maker or table in self.tables or table in self.rounded
         if eqn.primitive.name == "optimization_barrier":  # it has its operand stored
             return False
-        if is_reduction(eqn):
+        if reduces(eqn):
             [operand], [result] = eqn.invars, eqn.outvars
             return not self.is_big(operand) or size_of(operand) <= FEW * size_of(result)
         if is_kept(eqn.primitive.name):
@@ -136,7 +130,7 @@ class Segment:
 
     def is_row(self, eqn: JaxprEqn) -> bool:
         """Whether it is a sum along rows that goes back into them."""
-        [operand] = eqn.invars if is_reduction(eqn) else [None]
+        [operand] = eqn.invars if reduces(eqn) else [None]
         return (
             operand is not None
             and self.is_big(operand)
@@ -148,12 +142,12 @@ class Segment:
 
     def is_extremum(self, eqn: JaxprEqn) -> bool:
         """Whether it is the largest value of a row that is rounded by it."""
-        return is_reduction(eqn) and is_rounding(eqn) and is_along_rows(eqn)
+        return reduces(eqn) and is_rounding(eqn) and is_along_rows(eqn)
 
     def cone(self, root: Var, stops: set[Var]) -> Cone:
         """What it is made of, back to what the segment takes, or a pass before this one makes."""
         last = self.maker[root]
-        if not is_reduction(last):  # that may make it again
+        if not reduces(last):  # that may make it again
             stops = stops | self.joined
         eqns, sources = traced_back(list(filter(is_var, last.invars)), self.maker, stops)
         made = {**eqns, id(last): last}

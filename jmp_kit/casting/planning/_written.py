@@ -7,10 +7,10 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_kit.casting.planning import _kernels as kernels
 from jmp_kit.casting.planning._matrices import of_matrices
 from jmp_kit.casting.planning._plan import Form, Piece
-from jmp_kit.casting.planning._segment import Segment, is_reduction
+from jmp_kit.casting.planning._segment import Segment
 from jmp_kit.casting.planning._shapes import Shaped, in_one_shape
-from jmp_kit.casting.reading._worth import reduces
 from jmp_kit.casting.rewriting._scattered import put_in
+from jmp_kit.programs._axes import reduces
 from jmp_kit.programs._flow import is_exact
 from jmp_kit.programs._jaxpr import is_along_rows, is_float32, is_var, shape_of, traced_back
 
@@ -69,7 +69,7 @@ class Writer:
 
     def _is_column_sum(self, root: Var) -> bool:
         eqn = self.segment.maker[root]
-        return is_reduction(eqn) and not is_along_rows(eqn)
+        return reduces(eqn) and not is_along_rows(eqn)
 
     def _put(self, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         found = [self.put[v] for v in eqn.outvars if v in self.put]

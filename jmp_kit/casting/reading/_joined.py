@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.casting.reading._worth import normed, reduces
+from jmp_kit.casting.reading._worth import normed
+from jmp_kit.programs._axes import reduces
 from jmp_kit.programs._flow import ADDS, MOVED, MOVES, SUMS, Flow
 from jmp_kit.programs._jaxpr import (
     Atom,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting.reading._rounding import is_rounding
+from jmp_kit.programs._axes import REDUCES, reduces
 from jmp_kit.programs._flow import KERNELS, MOVED, PAIRED, SUMS, Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
@@ -34,9 +35,6 @@ _COSTLY = (
     *("cbrt", "digamma", "lgamma", "igamma", "bessel", "regularized"),
 )
 
-# What is reduced and then combined with what it was reduced from, the sum of a softmax's row say,
-# is not rounded: all of the row would be wrong alike, and derivatives are differences within it.
-_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"}
 _JOINING = {"concatenate", "pad", "dynamic_update_slice", "scatter", "gather"}
 
 # So many values are summed up in registers, by whatever takes their sum.
@@ -49,11 +47,6 @@ CUTS, MOST_CUTS = {"slice", "pad", "concatenate", "split", "rev"}, 8
 def is_kept(primitive: str) -> bool:
     """Whether results of this primitive are kept for the backward pass."""
     return primitive.startswith(_KEPT) and primitive not in _NOT_KEPT
-
-
-def reduces(eqn: JaxprEqn) -> bool:
-    """Whether it sums up, or chooses, along axes."""
-    return eqn.primitive.name.startswith(("reduce_", "argm"))
 
 
 def is_linear(segment: Sequence[JaxprEqn]) -> bool:
@@ -89,12 +82,16 @@ def spread(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
 
 
 def reduced(segment: Sequence[JaxprEqn], depends: Callable[[Atom], bool]) -> set[Var]:
-    """The results of a segment's reductions, and what is made of them in place, and of no other."""
+    """The results of a segment's reductions, and what is made of them in place, and of no other.
+
+    What is combined with what it was reduced from, the sum of a softmax's row say, is not rounded:
+    all of the row would be wrong alike, and derivatives are differences within it.
+    """
     found: set[Var] = set()
     for eqn in segment:
         sizes = {size_of(a) for a in eqn.invars if is_var(a) and a in found}
         sizes -= {size_of(a) for a in eqn.invars if depends(a) and a not in found}
-        if not _REDUCTIONS.isdisjoint(names_within(eqn)):
+        if not REDUCES.isdisjoint(names_within(eqn)):
             largest = max(map(size_of, eqn.invars), default=0)
             sizes |= {size for size in map(size_of, eqn.outvars) if size < largest}
         found |= {v for v in eqn.outvars if size_of(v) in sizes}

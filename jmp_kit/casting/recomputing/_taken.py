@@ -10,8 +10,9 @@ from jmp_kit.casting.reading._extrema import compared
 from jmp_kit.casting.reading._joined import streams, sums_of_halves
 from jmp_kit.casting.reading._parts import ahead, is_whole
 from jmp_kit.casting.reading._rounding import is_rounding
-from jmp_kit.casting.reading._worth import CUTS, is_kept, normed, reduces, woven
+from jmp_kit.casting.reading._worth import CUTS, is_kept, normed, woven
 from jmp_kit.casting.recomputing._again import LITTLE, Value
+from jmp_kit.programs._axes import reduces
 from jmp_kit.programs._flow import MOVED, Flow
 from jmp_kit.programs._jaxpr import (
     constants_of,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.casting.reading._worth import reduces
+from jmp_kit.programs._axes import reduces
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
