@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit.casting.reading._ranks import ranked
 from jmp_kit.programs._jaxpr import Atom, cut_out, is_var, shape_of, traced_back
 
 # Arrays up to this size are computed while a program is read, of 64 MiB.
@@ -128,13 +129,27 @@ class Places:
     def _in_order(self, indices: Var) -> _Numbers | None:
         """The numbers of a variable, if they are in an order."""
         made, _ = traced_back([indices], self.maker)
-        known: dict[Var, _Numbers] = {}
-        for eqn in (e for e in self.jaxpr.eqns if id(e) in made):
-            for v in filter(_is_whole, eqn.outvars):
-                if numbers := _made(v, eqn, known):
-                    known[v] = numbers
-        found = known.get(indices)
-        return found if found and found.order else None
+        eqns = [e for e in self.jaxpr.eqns if id(e) in made]
+        found = _followed(eqns, {}).get(indices)
+        if found and found.order:
+            return found
+        for ranks in ranked(eqns, self.numbers, _COMPUTES):
+            pairs = {ranks.choices: ranks.choice, ranks.made: ranks.number}
+            each = {v: _Numbers(numbers, ranks.made) for v, numbers in pairs.items()}
+            found = _followed(eqns, each).get(indices)
+            if found and found.order:
+                return found
+        return None
+
+
+def _followed(eqns: Sequence[JaxprEqn], given: Mapping[Var, _Numbers]) -> dict[Var, _Numbers]:
+    """What is known of variables, if this is known."""
+    known = dict(given)
+    for eqn in eqns:
+        for v in filter(_is_whole, eqn.outvars):
+            if v not in given and (numbers := _made(v, eqn, known)):
+                known[v] = numbers
+    return known
 
 
 def _counted(

@@ -52,8 +52,43 @@ def some(noise):
     return jnp.where(places < 4, places, 2)
 
 
+def by_experts(places, *, best=2, experts=2, dtype=jnp.int32, masked=True, axis=0):
+    """At what is computed of each word's choice and of its rank among words of the same."""
+
+    def computed(noise):
+        choices = (
+            lax.top_k(noise[:best].T, 1)[1].reshape(-1) if best > 2 else jnp.argmax(noise[:2], 0)
+        )
+        one = jax.nn.one_hot(choices, experts, dtype=dtype)
+        ranks = jnp.cumsum(one, axis)
+        ranks = (ranks * one if masked else ranks).sum(1, dtype=dtype) - 1
+        return places(choices, ranks.astype(int))
+
+    return looked_up(computed, mode="fill")
+
+
+def in_room(choice, rank):
+    return jnp.where(rank < 4, choice * 4 + rank, SIZE)
+
+
+def from_the_end(choice, rank):
+    return jnp.where(rank < 4, choice * 4 + rank - SIZE, -SIZE - 1)
+
+
+def counted_from_nothing(noise):
+    one = jax.nn.one_hot(lax.top_k(noise[:2].T, 1)[1].reshape(-1), 2, dtype=jnp.int32)
+    before = ((jnp.cumsum(one, 0) - one) * one).sum(-1, keepdims=True)
+    return in_room(lax.top_k(noise[:2].T, 1)[1], before)
+
+
 # What looks up, and how many go to one place at most.
 KNOWN = {
+    "by experts": (by_experts(in_room), 1),
+    "by the best expert of four": (by_experts(in_room, best=4, experts=4), 1),
+    "by experts of whom none is chosen": (by_experts(in_room, experts=3), 1),
+    "by experts, from the end": (by_experts(from_the_end), 1),
+    "by experts, overlapping": (by_experts(lambda choice, rank: choice * 3 + rank), 2),
+    "by ranks alone": (by_experts(lambda _, rank: rank), 2),
     "in order": (looked_up(lambda _: jnp.arange(SIZE)), 1),
     "sorted": (looked_up(order), 1),
     "sorted back": (looked_up(sorted_twice), 1),
@@ -95,6 +130,12 @@ def halves_added(noise):
 
 
 UNKNOWN = {
+    "by experts, and others": by_experts(in_room, experts=1),
+    "by experts, and those before": by_experts(in_room, masked=False),
+    "by experts, across": by_experts(in_room, axis=1),
+    "by experts, in floats": by_experts(in_room, dtype=jnp.float32),
+    "by experts, of two kinds": looked_up(counted_from_nothing, mode="fill"),
+    "by experts alone": by_experts(lambda choice, _: choice),
     "given": looked_up(lambda n: n[0].astype(int)),
     "what is sorted": looked_up(lambda n: jnp.sort(n[0].astype(int))),
     "the largest": looked_up(lambda n: lax.top_k(n[0].astype(int), 3)[0]),
@@ -227,7 +268,25 @@ def dispatched(params, x):
     return mean_square(y.at[places].get(unique_indices=True) @ params["out"])
 
 
-LOSSES = {"experts": (sorted_experts, ()), "masked": (masked, (8,)), "dispatched": (dispatched, ())}
+def in_turn(params, x):
+    """Each word goes to one of four experts, if there is room, and back."""
+    words = jnp.tanh(x @ params["in"])
+    choice = jnp.argmax(words @ params["router"], -1)
+    one = jax.nn.one_hot(choice, 4, dtype=jnp.int32)
+    rank = (jnp.cumsum(one, 0) * one).sum(-1) - 1
+    places = jnp.where(rank < 12, choice * 12 + rank, 48)
+    held = jnp.zeros(48, int).at[places].set(jnp.arange(len(x)), mode="drop")
+    y = jnp.tanh(lax.stop_gradient(words)[held] @ params["up"]) @ params["down"]
+    back = y.at[places].get(mode="fill", fill_value=0)
+    return mean_square((words + back) @ params["out"])
+
+
+LOSSES = {
+    "experts": (sorted_experts, ()),
+    "in turn": (in_turn, ()),
+    "masked": (masked, (8,)),
+    "dispatched": (dispatched, ()),
+}
 
 
 def parameters(width):
@@ -260,7 +319,7 @@ def test_gradients_are_those_of_float32_sums_and_scattered_in_half(
     found = jit(step)(params, x)
     kinds = scatters_of(step, params, x)
     assert "f32" not in kinds
-    assert kinds.count({"bfloat16": "bf16", "float16": "f16"}[half]) >= 2
+    assert {"bfloat16": "bf16", "float16": "f16"}[half] in kinds
     monkeypatch.setattr(_program, "put", lambda *_: set())
     step = autocast(jax.grad(loss_fn), f"mixed_{half}")
     assert "f32" in scatters_of(step, params, x)
