@@ -3,7 +3,7 @@
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var, primitives
@@ -105,6 +105,11 @@ def runs_of(eqn: JaxprEqn) -> Iterator[tuple[bool, int]]:
     long = ((i in axes, n) for i, n in enumerate(shape) if n != 1)
     for is_reduced, several in itertools.groupby(long, key=operator.itemgetter(0)):
         yield is_reduced, math.prod(n for _, n in several)
+
+
+def are_known(sizes: Iterable[Any]) -> bool:
+    """Whether none of them is a symbol."""
+    return all(isinstance(n, int) for n in sizes)
 
 
 def goes_into(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting.planning import _kernels as kernels
 from jmp_kit.casting.planning._plan import Matrices, Piece
-from jmp_kit.programs._axes import ELEMENTWISE, REDUCES, RESHAPES, is_shared, reshaped
+from jmp_kit.programs._axes import ELEMENTWISE, REDUCES, RESHAPES, are_known, is_shared, reshaped
 from jmp_kit.programs._jaxpr import (
     Atom,
     equations_of,
@@ -40,7 +40,7 @@ def of_matrices(piece: Piece, sums: Set[Var]) -> Matrices | None:
     reads, a mask say: it would write that.
     """
     leading = next(shape_of(v) for e in piece.eqns for v in e.outvars if v in sums)
-    if len(leading) < 2 or not all(isinstance(n, int) for n in leading):
+    if len(leading) < 2 or not are_known(leading):
         return None
     rest = [e for e in piece.eqns if not any(e is moved for moved in piece.moved)]
     made = {v for e in rest for v in e.outvars}

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from jmp_kit.casting.reading._ranks import ranked
+from jmp_kit.casting.reading._ranks import is_whole, ranked
+from jmp_kit.programs._axes import are_known
 from jmp_kit.programs._jaxpr import Atom, cut_out, is_var, shape_of, traced_back
 
 # Arrays up to this size are computed while a program is read, of 64 MiB.
@@ -146,7 +146,7 @@ def _followed(eqns: Sequence[JaxprEqn], given: Mapping[Var, _Numbers]) -> dict[V
     """What is known of variables, if this is known."""
     known = dict(given)
     for eqn in eqns:
-        for v in filter(_is_whole, eqn.outvars):
+        for v in filter(is_whole, eqn.outvars):
             if v not in given and (numbers := _made(v, eqn, known)):
                 known[v] = numbers
     return known
@@ -201,18 +201,6 @@ def _made(v: Var, eqn: JaxprEqn, known: Mapping[Var, _Numbers]) -> _Numbers | No
         order = v if order and name == "slice" else order  # two slices are of other places
         return _Numbers(found[0].each.astype(v.aval.dtype), order, rows)
     return None
-
-
-def _is_whole(v: Var) -> bool:
-    """Whether it is an array of integers, and its sizes are known."""
-    dtype = getattr(v.aval, "dtype", None)
-    is_whole = dtype is not None and any(jnp.issubdtype(dtype, d) for d in (jnp.integer, jnp.bool_))
-    return is_whole and are_known(shape_of(v))
-
-
-def are_known(sizes: Sequence[Any]) -> bool:
-    """Whether none of them is a symbol."""
-    return all(isinstance(n, int) for n in sizes)
 
 
 def _number(atom: Atom, known: Mapping[Var, _Numbers]) -> _Numbers | None:

@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from jmp_kit.programs._axes import are_known
 from jmp_kit.programs._jaxpr import Atom, is_var, shape_of, size_of
 
 # What moves numbers, each to one place, in the same order.
@@ -58,8 +60,10 @@ def ranked(eqns: Sequence[JaxprEqn], numbers: Numbers, computes: Computes) -> It
     """
     maker = {v: e for e in eqns for v in e.outvars}
     known: dict[Var, _Rows] = {}
-    for eqn in filter(_is_of_numbers, eqns):
-        [v, *_] = eqn.outvars
+    for eqn in eqns:
+        [v, *others] = eqn.outvars
+        if others or not is_whole(v) or size_of(v) > _MOST:
+            continue
         if choices := _compared(eqn, maker, numbers):
             known[v] = _Rows(choices, np.ones(size_of(v), bool), np.zeros((), bool))
         elif all(not is_var(a) or a in known for a in eqn.invars):
@@ -73,12 +77,11 @@ def ranked(eqns: Sequence[JaxprEqn], numbers: Numbers, computes: Computes) -> It
                 yield Ranked(chosen.pop(), np.repeat(np.arange(columns), words), v, made.chosen)
 
 
-def _is_of_numbers(eqn: JaxprEqn) -> bool:
-    """Whether it makes one array of booleans or integers, not too many."""
-    [v, *others] = eqn.outvars
-    is_exact = v.aval.dtype == bool or np.issubdtype(v.aval.dtype, np.integer)
-    size = size_of(v)
-    return is_exact and not others and isinstance(size, int) and size <= _MOST
+def is_whole(v: Var) -> bool:
+    """Whether it is an array of integers, or of booleans, and its sizes are known."""
+    dtype = getattr(v.aval, "dtype", None)
+    is_exact = dtype is not None and any(jnp.issubdtype(dtype, d) for d in (jnp.integer, jnp.bool_))
+    return is_exact and are_known(shape_of(v))
 
 
 def _everywhere(number: Any) -> _Rows:
@@ -120,7 +123,8 @@ def _compared(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], numbers: Numbers) ->
     words, columns = shape
     for a, b in (eqn.invars, eqn.invars[::-1]):
         counted = numbers(b)
-        if is_var(a) and counted is not None and (counted == np.arange(columns)).all():
+        is_counted = counted is not None and counted.shape[-1:] == (columns,)
+        if is_var(a) and is_counted and np.all(counted == np.arange(columns)):
             choices = _moved(a, maker, words)
             is_one_each = choices in maker and size_of(choices) == words
             if is_one_each and _most(maker[choices], choices) <= columns:
