@@ -5,10 +5,12 @@ from collections.abc import Iterator, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting.planning import _kernels as kernels
+from jmp_kit.casting.planning._cut import cut_first
 from jmp_kit.casting.planning._matrices import of_matrices
 from jmp_kit.casting.planning._plan import Form, Piece
 from jmp_kit.casting.planning._segment import Segment
 from jmp_kit.casting.planning._shapes import Shaped, in_one_shape
+from jmp_kit.casting.reading._parts import living
 from jmp_kit.casting.rewriting._scattered import put_in
 from jmp_kit.programs._axes import reduces
 from jmp_kit.programs._flow import is_exact
@@ -40,6 +42,7 @@ class Writer:
         sources = dict.fromkeys(v for cone in cones for v in cone.sources)
         filled = [program.filled[v] for v in sources if v in program.filled]
         ordered = [e for eqn in (*filled, *ordered) for e in kernels.flattened(eqn)]
+        [ordered] = living([list(cut_first(ordered))], roots)
         late = [v for v in sources if is_float32(v) and program.depends(v)]
         ordered = [e for eqn in ordered for e in kernels.begun_late(eqn, program.begun, late)]
         ordered = [e for eqn in ordered for e in self._put(eqn)]
