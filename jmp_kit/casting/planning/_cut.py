@@ -7,9 +7,10 @@ function, are such a part where a norm takes them.
     slice(f(x, y)) = f(slice(x), slice(y))
 """
 
+import collections
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 from jax import lax
@@ -17,23 +18,35 @@ from jax.extend.core import JaxprEqn, Var
 
 from jmp_kit.casting.reading._worth import cuts_before
 from jmp_kit.programs._axes import ELEMENTWISE
-from jmp_kit.programs._jaxpr import equations_of, in_place, is_var, shape_of, traced_back
+from jmp_kit.programs._jaxpr import equations_of, in_place, is_var, shape_of, size_of, traced_back
 
 # Along each axis, where it begins and ends.
 _Part = tuple[tuple[int, int], ...]
 
 
-def cut_first(eqns: Sequence[JaxprEqn]) -> Iterator[JaxprEqn]:
-    """The equations, what is cut from what they compute cut before, and not over and over."""
+def cut_first(
+    eqns: Sequence[JaxprEqn], results: Sequence[Var], is_big: Callable[[Var], bool]
+) -> Iterator[JaxprEqn]:
+    """The equations, what is cut from big values that they compute cut before.
+
+    But for values of which all is taken, in parts, and what is cut over and over, as in an
+    associative scan.
+    """
     place = {id(e): i for i, e in enumerate(eqns)}
     maker = {e.outvars[0]: e for e in eqns if e.primitive.name in ELEMENTWISE}
     cuts = cuts_before(eqns)
+    wanted = {*results, *(a for e in eqns for a in e.invars if is_var(a))}
+    parts = {id(e): [(part, v) for part, v in _parts(e) if v in wanted] for e in eqns}
+    taken = collections.Counter[Var]()
     for eqn in eqns:
-        whole, parts = next(filter(is_var, eqn.invars), None), list(_parts(eqn))
-        if parts and whole in maker and not cuts[whole]:
+        for _, v in parts[id(eqn)]:
+            taken[eqn.invars[0]] += size_of(v)
+    for eqn in eqns:
+        whole = eqn.invars[0] if parts[id(eqn)] else None
+        if whole in maker and is_big(whole) and not cuts[whole] and taken[whole] < size_of(whole):
             made, _ = traced_back([whole], maker)
             ordered = [eqns[i] for i in sorted(map(place.__getitem__, made))]
-            for part, result in parts:
+            for part, result in parts[id(eqn)]:
                 yield from _part_of(ordered, part, result)
         else:
             yield eqn

@@ -42,7 +42,7 @@ class Writer:
         sources = dict.fromkeys(v for cone in cones for v in cone.sources)
         filled = [program.filled[v] for v in sources if v in program.filled]
         ordered = [e for eqn in (*filled, *ordered) for e in kernels.flattened(eqn)]
-        [ordered] = living([list(cut_first(ordered))], roots)
+        [ordered] = living([list(cut_first(ordered, roots, segment.is_big))], roots)
         late = [v for v in sources if is_float32(v) and program.depends(v)]
         ordered = [e for eqn in ordered for e in kernels.begun_late(eqn, program.begun, late)]
         ordered = [e for eqn in ordered for e in self._put(eqn)]
