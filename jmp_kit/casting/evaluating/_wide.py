@@ -16,23 +16,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
-from jmp_kit.programs._axes import Operand, is_shared, reshaped, sides_of
+from jmp_kit.programs._axes import Operand, is_shared, sides_of
 from jmp_kit.programs._jaxpr import cast, equations_of, shape_of
 
 
 def runnable(product: JaxprEqn) -> list[JaxprEqn]:
     """The equations of a product that is to give float32 of halves."""
-    is_dot = product.primitive.name == "dot_general"
-    # What lies on devices along two axes cannot lie along one.
-    is_on_mesh = any(map(is_shared, product.invars))
-    if is_dot and not is_on_mesh and all(map(_is_over_neighbours, sides_of(product))):
-        *before, product = _over_one_axis(product)
-        return [*before, *runnable(product)]
-    function = functools.partial(_not_turned, product)
-    if is_dot and not all(map(_is_matrix, sides_of(product))):
-        function = functools.partial(_either, product, _of_float32 if is_on_mesh else _of_matrices)
+    on_cpus, elsewhere = _behind, _as_it_was
+    if product.primitive.name == "dot_general":
+        # What lies on devices along two axes cannot lie along one.
+        is_on_mesh, sides = any(map(is_shared, product.invars)), sides_of(product)
+        if not all(map(_is_matrix, sides)):
+            on_cpus = _of_float32 if is_on_mesh else _of_matrices
+        if not is_on_mesh and all(map(_is_over_neighbours, sides)):
+            elsewhere = _over_one_axis
+    function = functools.partial(_either, product, on_cpus, elsewhere)
+    if (on_cpus, elsewhere) == (_behind, _as_it_was):
+        function = functools.partial(_not_turned, product)
     return list(equations_of(function, product.invars, product.outvars, product.source_info))
 
 
@@ -42,25 +44,33 @@ def _is_over_neighbours(side: Operand) -> bool:
     return len(axes) > 1 and axes == list(range(axes[0], axes[0] + len(axes)))
 
 
-def _over_one_axis(product: JaxprEqn) -> list[JaxprEqn]:
-    """The product, before it its operands with one axis in place of those that are contracted."""
-    sides = sides_of(product)
-    operands = [Var(s.atom.aval.update(shape=_joined(s, shape_of(s.atom)))) for s in sides]
-    numbers = tuple(zip(*map(_numbers, sides), strict=True))
-    pairs = zip(sides, operands, strict=True)
-    return [
-        *(eqn for side, v in pairs for eqn in reshaped(side.atom, v, product)),
-        product.replace(invars=operands, params=product.params | {"dimension_numbers": numbers}),
-    ]
-
-
 def _is_matrix(side: Operand) -> bool:
     """Whether batch axes come first, and one axis at most is not shared."""
     return len(side.kept) < 2 and list(side.batch) == list(range(len(side.batch)))
 
 
+def _as_it_was(product: JaxprEqn, *operands: jax.Array) -> jax.Array:
+    result: jax.Array = product.primitive.bind(*operands, **product.params)
+    return result
+
+
+def _behind(product: JaxprEqn, *operands: jax.Array) -> jax.Array:
+    result: jax.Array = lax.optimization_barrier(_as_it_was(product, *operands))
+    return result
+
+
 def _not_turned(product: JaxprEqn, *operands: jax.Array) -> list[Any]:
-    return [behind_on_cpus(product.primitive.bind(*operands, **product.params))]
+    return [behind_on_cpus(_as_it_was(product, *operands))]
+
+
+def _either(
+    product: JaxprEqn,
+    on_cpus: Callable[..., jax.Array],
+    elsewhere: Callable[..., jax.Array],
+    *operands: jax.Array,
+) -> list[Any]:
+    ways = [functools.partial(way, product) for way in (on_cpus, elsewhere)]
+    return [lax.platform_dependent(*operands, cpu=ways[0], default=ways[1])]
 
 
 def behind_on_cpus(values: Any) -> Any:
@@ -68,14 +78,6 @@ def behind_on_cpus(values: Any) -> Any:
     return lax.platform_dependent(
         values, cpu=lax.optimization_barrier, default=lambda values: values
     )
-
-
-def _either(
-    product: JaxprEqn, on_cpus: Callable[..., jax.Array], *operands: jax.Array
-) -> list[Any]:
-    as_it_was = functools.partial(product.primitive.bind, **product.params)
-    on_cpus = functools.partial(on_cpus, product)
-    return [lax.platform_dependent(*operands, cpu=on_cpus, default=as_it_was)]
 
 
 def _of_float32(product: JaxprEqn, *operands: jax.Array) -> jax.Array:
@@ -106,9 +108,19 @@ def _matrix(x: jax.Array, side: Operand) -> jax.Array:
     return lax.reshape(rows, shape)
 
 
-def _joined(side: Operand, shape: Sequence[int]) -> tuple[int, ...]:
-    first, last = side.contracted[0], side.contracted[-1]
-    return *shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]
+def _over_one_axis(product: JaxprEqn, *operands: jax.Array) -> jax.Array:
+    """With one axis in place of those that are contracted."""
+    sides = sides_of(product)
+    joined = [_joined(x, side) for x, side in zip(operands, sides, strict=True)]
+    numbers = tuple(zip(*map(_numbers, sides), strict=True))
+    params = product.params | {"dimension_numbers": numbers}
+    result: jax.Array = product.primitive.bind(*joined, **params)
+    return result
+
+
+def _joined(x: jax.Array, side: Operand) -> jax.Array:
+    first, last = side.contracted[0], side.contracted[-1] + 1
+    return lax.reshape(x, (*x.shape[:first], math.prod(x.shape[first:last]), *x.shape[last:]))
 
 
 def _numbers(side: Operand) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -162,6 +162,7 @@ SUMMED = {
 
 @pytest.mark.parametrize("is_scanned", [True, False])
 @pytest.mark.parametrize("formula", SUMMED)
+@pytest.mark.usefixtures("as_on_gpus")
 def test_axes_to_sum_up_over_are_one_where_they_are_neighbours(formula, is_scanned):
     *shapes, count = SUMMED[formula]
     w, x = (normal(i, *shape) for i, shape in enumerate(shapes))
