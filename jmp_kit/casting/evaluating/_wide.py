@@ -33,7 +33,7 @@ def runnable(product: JaxprEqn) -> list[JaxprEqn]:
         if not is_on_mesh and all(map(_is_over_neighbours, sides)):
             elsewhere = _over_one_axis
     function = functools.partial(_either, product, on_cpus, elsewhere)
-    if (on_cpus, elsewhere) == (_behind, _as_it_was):
+    if (on_cpus, elsewhere) == (_behind, _as_it_was):  # one product for all devices
         function = functools.partial(_not_turned, product)
     return list(equations_of(function, product.invars, product.outvars, product.source_info))
 

@@ -41,9 +41,14 @@ def cut_first(
     for eqn in eqns:
         for _, v in parts[id(eqn)]:
             taken[eqn.invars[0]] += size_of(v)
+
+    def is_less(whole: Var, results: Sequence[Var]) -> bool:
+        return taken[whole] < size_of(whole) and all(map(size_of, results))
+
     for eqn in eqns:
         whole = eqn.invars[0] if parts[id(eqn)] else None
-        if whole in maker and is_big(whole) and not cuts[whole] and taken[whole] < size_of(whole):
+        is_cut_once = whole in maker and is_big(whole) and not cuts[whole]
+        if is_cut_once and is_less(whole, [v for _, v in parts[id(eqn)]]):
             made, _ = traced_back([whole], maker)
             ordered = [eqns[i] for i in sorted(map(place.__getitem__, made))]
             for part, result in parts[id(eqn)]:
