@@ -124,6 +124,20 @@ KNOWN = {
 }
 
 
+def by_choices(choose, ranks=lambda counted: counted.sum(1)):
+    """At the ranks of words among those of the same choice."""
+
+    def computed(noise):
+        one = jax.nn.one_hot(choose(noise), 2, dtype=jnp.int32)
+        return ranks(jnp.cumsum(one, 0) * one) - 1
+
+    return looked_up(computed, mode="fill")
+
+
+def best(noise):
+    return jnp.argmax(noise[:2], 0)
+
+
 def halves_added(noise):
     places = order(noise)
     return places[:4] + places[4:]
@@ -136,6 +150,10 @@ UNKNOWN = {
     "by experts, in floats": by_experts(in_room, dtype=jnp.float32),
     "by experts, of two kinds": looked_up(counted_from_nothing, mode="fill"),
     "by experts alone": by_experts(lambda choice, _: choice),
+    "by choices that are given": by_choices(lambda n: n[0].astype(int)),
+    "by choices that are repeated": by_choices(lambda n: jnp.tile(best(n)[:4], 2)),
+    "by ranks and what is not chosen": by_choices(best, lambda counted: counted.reshape(-1)),
+    "by ranks, rows turned": by_choices(best, lambda counted: counted[:, ::-1].sum(1)),
     "given": looked_up(lambda n: n[0].astype(int)),
     "what is sorted": looked_up(lambda n: jnp.sort(n[0].astype(int))),
     "the largest": looked_up(lambda n: lax.top_k(n[0].astype(int), 3)[0]),
