@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.casting.planning._plan import Barrier, Part, Step
+from jmp_kit.casting.planning._plan import Barrier, Fixed, Part, Step
+from jmp_kit.casting.reading._worth import normed
 from jmp_kit.programs._jaxpr import Atom, is_var, size_of
 
 # Elements: at 4.8 TB/s fewer halves are copied within a microsecond, which a kernel more takes.
@@ -28,7 +29,8 @@ def with_products_alone(steps: Sequence[Step], depends: Callable[[Atom], bool]) 
     Args:
       steps: what is to become of it so far.
       depends: whether a value depends on a product. What does not, weights say, may be cast where a
-        product takes it, and a barrier would have it stored.
+        product takes it, and a barrier would have it stored. Norms, of what is looked up say, are
+        stored in any case.
     """
     behind = _barriers(steps, depends)
     for step in steps:
@@ -45,6 +47,8 @@ def _barriers(
     parts = [step for step in steps if isinstance(step, Part)]
     pieces = (piece for part in parts for piece in part.segment if not piece.where_it_lies)
     barriers = (step for step in steps if isinstance(step, Barrier) and not step.on_cpus)
+    fixed = [e for step in steps if isinstance(step, Fixed) for e in step.piece.eqns]
+    of_rows = normed(fixed)
     copied = {v for piece in pieces for v in piece.apart}
     copied.update(a for barrier in barriers for a in barrier.eqn.invars if is_var(a))
     copied.update(v for part in parts for v, dtype in part.summed.items() if dtype == np.float32)
@@ -54,7 +58,7 @@ def _barriers(
             sharing[operand].append(eqn.outvars[0])
     found: dict[Var, dict[Var, int]] = collections.defaultdict(dict)
     for (operand, *_), results in sharing.items():
-        if depends(operand):
+        if depends(operand) or operand in of_rows:
             alone = [v for v in results if v in copied and size_of(v) >= _LEAST]
             others = len(alone) < len(results)
             for count, v in enumerate(alone, int(others)):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
-from jmp_kit.casting.planning._plan import Stored
+from jmp_kit.casting.planning._plan import Form, Stored
 from jmp_kit.casting.planning._program import Program
 from jmp_kit.casting.reading._rounding import is_rounding
 from jmp_kit.casting.reading._worth import FEW, ends_of_woven, is_costly, is_kept, looked_up
@@ -87,7 +87,9 @@ class Segment:
         ends |= self.tables
         self.stops = ends | self.rounded
         self.joined: Set[Var] = frozenset()
-        ends |= set(filter(self._is_read_less, ends_of_woven(segment)))
+        woven_ends = ends_of_woven(segment)
+        if not self._is_in_one_kernel(woven_ends, segment):
+            ends |= set(filter(self._is_read_less, woven_ends))
         self.stops |= ends
         self.joined = self._joined(segment)
         wanted = [v for v in made if v in self.maker]
@@ -202,6 +204,15 @@ class Segment:
                 rows = filter(self.is_row, self.cone(v, self.stops | found).eqns)
                 found.update(v for eqn in rows for v in eqn.outvars)
         return found | {v for v in roots if self.is_row(self.maker[v])}
+
+    def _is_in_one_kernel(self, several: Set[Var], segment: Sequence[JaxprEqn]) -> bool:
+        """Whether these go into two sums over the same values at most, and what is stored there."""
+        made, stored = set(several), set[Var]()
+        for eqn in segment:
+            if not made.isdisjoint(filter(is_var, eqn.invars)):
+                stored |= self.rounded.intersection(eqn.outvars)
+                made.update(v for v in eqn.outvars if v not in self.rounded)
+        return len(stored) <= 2 and all(self.stored[v].form is Form.FUSED for v in stored)
 
     def _is_read_less(self, v: Var) -> bool:
         """Whether two who take it move less by a float32 copy than by what it is made of."""

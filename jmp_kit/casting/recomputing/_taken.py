@@ -139,7 +139,7 @@ class ForwardPass:
         again += 2 * cut if cut > count_of(v) else 0
         # What was looked up for it, say, is looked up again.
         again += sum(map(nbytes_of, self._given(v))) if is_multiplied else 0
-        if is_woven and v in self.maker and self.maker[v].primitive.name in CUTS:
+        if is_woven and self._is_written_again(v):
             again = nbytes + 2 * sum(map(count_of, self._sources(v)))
         operands = [a for a in self.maker[v].invars if is_var(a)] if v in self.maker else None
         if closing and is_half and not is_stored and v not in self.results:
@@ -151,6 +151,15 @@ class ForwardPass:
             is_rounded = is_half and not stored and v not in self.sums
             stored &= not (is_product and self._is_added(v))
             yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
+
+    def _is_written_again(self, v: Var) -> bool:
+        """Whether XLA writes what is cut or joined, but for what it cuts where it takes it."""
+        eqn = self.maker.get(v)
+        if eqn is None or eqn.primitive.name not in CUTS:
+            return False
+        [whole, *_] = eqn.invars
+        is_woven = whole in self.woven and (whole not in self.cut or self._is_written_again(whole))
+        return v not in self.cut or is_woven
 
     def _sources(self, v: Var) -> set[Var]:
         """What it is made again of."""

@@ -70,6 +70,18 @@ def test_weights_that_two_products_share_are_no_such_operand():
     assert alone(loss_fn, jnp.eye(64), jnp.ones((64, 256, 64))) == []
 
 
+def test_norms_of_what_is_looked_up_are_such_operands():
+    """They depend on no product, but are stored in any case."""
+
+    def gated(params, words):
+        y = norm(params["in"][words])
+        y = jax.nn.silu(y @ params["keys"]) * (y @ params["values"])
+        return mean_square(y @ params["out"])
+
+    params, words = {name: jnp.ones((64, 64)) for name in NAMES}, jnp.zeros((64, 256), int)
+    assert alone(gated, params, words) == [1]
+
+
 def test_they_compute_what_they_did(monkeypatch):
     monkeypatch.setattr("jmp_kit.casting.planning._alone._LEAST", 0)
     keys = jax.random.split(jax.random.key(0), len(NAMES))

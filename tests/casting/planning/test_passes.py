@@ -788,9 +788,9 @@ def recurrent(params, x):
     return mean_square(y @ params["in"])
 
 
-def between_passes(params, x, recompute=True):
+def between_passes(params, x, recompute=True, loss_fn=recurrent):
     """What the backward pass's kernels of their own take of others, of the size of all times."""
-    step = jax.value_and_grad(recurrent)
+    step = jax.value_and_grad(loss_fn)
     [plan] = plans_of(step, "mixed_bfloat16", params, x, recompute=recompute)
     pieces = [p for step in plan.steps if isinstance(step, Part) for p in step.segment]
     taken = {v for p in pieces for v in p.apart}
@@ -818,6 +818,33 @@ def test_what_an_associative_scan_ends_in_is_written_once_for_an_h200(monkeypatc
     found = compiled(recurrent, *shapes).nbytes
     monkeypatch.setattr("jmp_kit.casting.planning._segment.ends_of_woven", lambda _: set())
     assert found <= compiled(recurrent, *shapes).nbytes - 8 * 2 * 8 * 1024 * 1024
+
+
+def interpolated(params, x):
+    """A state between the last one and a candidate, by an associative scan."""
+    x = x @ params["in"]
+    gate = jax.nn.sigmoid(x @ params["gate"] + params["bias"])
+    change = gate * (x @ params["candidate"] + params["bias"])
+    _, state = lax.associative_scan(after, (1 - gate, change), axis=1)
+    return mean_square(state @ params["out"])
+
+
+def test_what_an_associative_scan_ends_in_goes_into_two_sums_as_it_is():
+    """One kernel makes these, with the cotangents that they are sums of."""
+    names = ("in", "gate", "candidate", "out")
+    params = {name: jnp.eye(128) for name in names} | {"bias": jnp.ones(128)}
+    assert not between_passes(params, jnp.ones((8, 128, 128)), loss_fn=interpolated)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_what_an_associative_scan_ends_in_is_not_written_before_two_sums_for_an_h200(monkeypatch):
+    names = ("in", "gate", "candidate", "out")
+    shapes = {**dict.fromkeys(names, (1024, 1024)), "bias": (1024,)}, (8, 1024, 1024)
+    found = compiled(interpolated, *shapes).nbytes
+    name = "jmp_kit.casting.planning._segment.Segment._is_in_one_kernel"
+    monkeypatch.setattr(name, lambda *_: False)
+    assert found <= compiled(interpolated, *shapes).nbytes - 2 * 8 * 1024 * 1024
 
 
 @pytest.mark.filterwarnings("default")
