@@ -97,6 +97,7 @@ class _Grouping:
         whole = eqn.invars[0] if reduces(eqn) else root
         is_row = has_rows and self._is_worth_it(cone, whole)
         is_row &= not any(map(self._is_joined, cone.eqns))
+        is_row &= not any(map(self._is_looked_up, cone.sources))
         if not is_row and root not in segment.statistics:
             cone = segment.cone(root, segment.stops | segment.statistics)
         before = [v for v in cone.sources if v in segment.maker]
@@ -130,6 +131,11 @@ class _Grouping:
     def _is_joined(self, eqn: JaxprEqn) -> bool:
         """Whether it joins values, which XLA does before a kernel of rows, in float32."""
         return eqn.primitive.name == "concatenate" and self.segment.is_big(eqn.outvars[0])
+
+    def _is_looked_up(self, v: Var) -> bool:
+        """Whether a kernel of rows would have it written first; others look it up themselves."""
+        eqn = self.segment.maker.get(v)
+        return eqn is not None and eqn.primitive.name == "gather" and self.segment.is_big(v)
 
     def _is_worth_it(self, cone: Cone, whole: Atom) -> bool:
         """Whether to read all that it is made of once more is less than a float32 copy of it.

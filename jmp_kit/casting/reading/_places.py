@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit.casting.reading._empty import Rows, are_same_places, held
 from jmp_kit.casting.reading._ranks import is_whole, ranked
 from jmp_kit.programs._axes import are_known
 from jmp_kit.programs._jaxpr import Atom, cut_out, is_var, shape_of, traced_back
@@ -74,6 +75,7 @@ class Places:
         """Of this program, and of the integers that it closes over."""
         self.jaxpr, self.closed = jaxpr, closed
         self.maker = {v: e for e in jaxpr.eqns for v in e.outvars}
+        self.rows = Rows(self.maker)
 
     def most_at_one(self, scatter: JaxprEqn) -> float:
         """How many updates of a scatter go to one place at most; infinity if that is not known."""
@@ -89,7 +91,7 @@ class Places:
         batch, mode = dimensions.scatter_indices_batching_dims, scatter.params["mode"]
         if (numbers := self.numbers(indices)) is not None:
             return _counted(numbers, sizes, batch, mode)
-        found = self._in_order(indices) if is_var(indices) else None
+        found = self._in_order(scatter) if is_var(indices) else None
         if found is None or len(axes) != 1:
             return math.inf
         others = [n for i, n in enumerate(shape_of(indices)[: found.rows]) if i not in batch]
@@ -126,8 +128,9 @@ class Places:
             found += unknown if numbers is None else list(np.moveaxis(numbers, -1, 0))
         return found
 
-    def _in_order(self, indices: Var) -> _Numbers | None:
-        """The numbers of a variable, if they are in an order."""
+    def _in_order(self, scatter: JaxprEqn) -> _Numbers | None:
+        """The numbers of its places, if they are in an order."""
+        _, indices, _ = scatter.invars
         made, _ = traced_back([indices], self.maker)
         eqns = [e for e in self.jaxpr.eqns if id(e) in made]
         found = _followed(eqns, {}).get(indices)
@@ -139,7 +142,21 @@ class Places:
             found = _followed(eqns, each).get(indices)
             if found and found.order:
                 return found
+        for v, put in held(eqns):
+            owners = self.numbers(put.invars[2])
+            if owners is not None and self._is_empty_elsewhere(scatter, put):
+                found = _followed(eqns, {v: _Numbers(owners.reshape(-1), v)}).get(indices)
+                if found and found.order is v:
+                    return found
         return None
+
+    def _is_empty_elsewhere(self, scatter: JaxprEqn, put: JaxprEqn) -> bool:
+        """Whether of what is scattered all rows are zero but those where something was put."""
+        _, _, updates = scatter.invars
+        window = scatter.params["dimension_numbers"].update_window_dims
+        axes = [axis for axis in range(len(shape_of(updates))) if axis not in window]
+        found = self.rows.put(updates, axes)
+        return found is not None and are_same_places(found, put, self.maker)
 
 
 def _followed(eqns: Sequence[JaxprEqn], given: Mapping[Var, _Numbers]) -> dict[Var, _Numbers]:

@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit.casting.reading._empty import begins_with_zeros
 from jmp_kit.casting.reading._places import Places
 from jmp_kit.casting.reading._worth import FEW
-from jmp_kit.casting.rewriting._scattered import begins_with_zeros
 from jmp_kit.programs._axes import are_known
 from jmp_kit.programs._jaxpr import equations_of, shape_of
 

@@ -20,14 +20,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit.casting.reading._empty import begins_with_zeros
 from jmp_kit.casting.reading._places import Places, within
 from jmp_kit.casting.reading._worth import FEW
 from jmp_kit.programs._jaxpr import (
     cast,
     equations_of,
-    is_float32,
-    is_var,
-    is_zero,
     shape_of,
 )
 
@@ -96,18 +94,6 @@ def put_in(eqn: JaxprEqn, dtype: np.dtype) -> Iterator[JaxprEqn]:
         return cast(scatter(cast(zeros, dtype), places, cast(values, dtype), **params), zeros.dtype)
 
     yield from equations_of(function, eqn.invars, eqn.outvars, eqn.source_info)
-
-
-def begins_with_zeros(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:
-    """Whether a scatter does, of float32."""
-    start = eqn.invars[0]
-    zeros = maker.get(start) if is_var(start) else None
-    return (
-        zeros is not None
-        and zeros.primitive.name == "broadcast_in_dim"
-        and is_zero(zeros.invars[0])
-        and is_float32(start)
-    )
 
 
 def _is_along_one_axis(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> bool:

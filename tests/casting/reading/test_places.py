@@ -294,7 +294,7 @@ def in_turn(params, x):
     rank = (jnp.cumsum(one, 0) * one).sum(-1) - 1
     places = jnp.where(rank < 12, choice * 12 + rank, 48)
     held = jnp.zeros(48, int).at[places].set(jnp.arange(len(x)), mode="drop")
-    y = jnp.tanh(lax.stop_gradient(words)[held] @ params["up"]) @ params["down"]
+    y = jnp.tanh(words[held] @ params["up"]) @ params["down"]
     back = y.at[places].get(mode="fill", fill_value=0)
     return mean_square((words + back) @ params["out"])
 
