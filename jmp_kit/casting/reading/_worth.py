@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting.reading._rounding import is_rounding
-from jmp_kit.programs._axes import REDUCES, are_known, reduces
+from jmp_kit.programs._axes import REDUCES, reduces
 from jmp_kit.programs._flow import KERNELS, MOVED, PAIRED, SUMS, Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
@@ -57,14 +57,6 @@ def is_linear(segment: Sequence[JaxprEqn]) -> bool:
 def is_costly(eqn: JaxprEqn) -> bool:
     """Whether there is a costly function in it."""
     return any(name.startswith(_COSTLY) for name in names_within(eqn))
-
-
-def sums_few(eqn: JaxprEqn) -> bool:
-    """Whether it sums up so few values that whoever takes the sums does."""
-    if eqn.primitive.name != "reduce_sum":
-        return False
-    sizes = [size_of(a) for a in (*eqn.invars, *eqn.outvars)]
-    return are_known(sizes) and sizes[0] <= FEW * sizes[1]
 
 
 def summed(jaxpr: Jaxpr, flow: Flow) -> set[Var]:

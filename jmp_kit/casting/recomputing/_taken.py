@@ -10,7 +10,7 @@ from jmp_kit.casting.reading._extrema import compared
 from jmp_kit.casting.reading._joined import streams, sums_of_halves
 from jmp_kit.casting.reading._parts import ahead, is_whole
 from jmp_kit.casting.reading._rounding import is_rounding
-from jmp_kit.casting.reading._worth import CUTS, is_kept, normed, sums_few, woven
+from jmp_kit.casting.reading._worth import CUTS, is_kept, normed, woven
 from jmp_kit.casting.recomputing._again import LITTLE, Value
 from jmp_kit.programs._axes import reduces
 from jmp_kit.programs._flow import MOVED, Flow
@@ -223,4 +223,4 @@ def _multiplies_a_vector(eqn: JaxprEqn) -> bool:
 def _is_kept(eqn: JaxprEqn, flow: Flow) -> bool:
     # A product that is no end of a segment is one of a full-precision region.
     is_kept_by_name = any(name in flow.products or is_kept(name) for name in names_within(eqn))
-    return (is_kept_by_name and not sums_few(eqn)) or (reduces(eqn) and is_rounding(eqn))
+    return is_kept_by_name or (reduces(eqn) and is_rounding(eqn))

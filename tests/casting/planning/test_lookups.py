@@ -16,7 +16,7 @@ from jmp_kit.programs import every_equation
 from jmp_kit.programs._marks import is_backward, stack_of
 from tests.casting.planning.test_passes import H200, layer_norm
 from tests.casting.rewritten import farthest, gradient_error
-from tests.casting.stream import step_of
+from tests.casting.stream import norm, step_of
 from tests.casting.zoo import mean_square
 
 
@@ -139,3 +139,52 @@ def test_an_h200_moves_less(name, without, loss_fn, saved, monkeypatch):
     found = moved()
     monkeypatch.setattr(f"jmp_kit.casting.{name}", without)
     assert found <= moved() - saved * 65536 * 256
+
+
+def of_experts(params, x):
+    """A norm of a stream and of what two of three experts give."""
+    x = x @ params["in"]
+    words = x.reshape(-1, x.shape[-1])
+    given = jnp.einsum("tw,ewh->eth", jax.nn.relu(words), params["experts"])
+    places = [jnp.argsort(words[:, 0]), len(words) + jnp.argsort(words[:, 1])]
+    weights = jax.nn.softmax(words[:, :2])[..., None]
+    found = given.reshape(-1, x.shape[-1])[jnp.stack(places, 1)] * weights
+    return mean_square(norm(x + found.sum(1).reshape(x.shape)) @ params["out"])
+
+
+LOOKS_UP = "jmp_kit.casting.planning._passes._Grouping._is_looked_up"
+
+WEIGHTS = {"in": (512, 512), "experts": (3, 512, 512), "out": (512, 512)}
+
+
+def test_a_norm_of_what_is_looked_up_is_no_kernel_of_rows(monkeypatch):
+    """XLA would write what is looked up before it."""
+    weights = {name: jnp.ones(shape) for name, shape in WEIGHTS.items()}
+
+    def rows():
+        gradient = jax.value_and_grad(of_experts)
+        [plan] = plans_of(gradient, "mixed_bfloat16", weights, jnp.ones((8, 8, 512)))
+        pieces = [p for step in plan.steps if isinstance(step, Part) for p in step.segment]
+        lookups = [e for p in pieces for e in p.moved if e.primitive.name == "gather"]
+        found = {v for eqn in lookups for v in eqn.outvars}
+        return [p for p in pieces if p.matrices and not found.isdisjoint(p.apart)]
+
+    assert not rows()
+    monkeypatch.setattr(LOOKS_UP, lambda *_: False)
+    assert rows()
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_what_a_norm_looks_up_is_not_written_for_an_h200(monkeypatch):
+    weights = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, shape in WEIGHTS.items()}
+    x = jax.ShapeDtypeStruct((8, 1024, 512), jnp.float32)
+
+    def traffic():
+        step = autocast(step_of(of_experts), "mixed_bfloat16")
+        return jmp_kit.numerics.traffic(step, weights, x, target="h200")
+
+    found = traffic()
+    monkeypatch.setattr(LOOKS_UP, lambda *_: False)
+    before = traffic()
+    assert found.nbytes <= before.nbytes - 6 * 8192 * 512
