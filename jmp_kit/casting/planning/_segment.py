@@ -206,7 +206,7 @@ class Segment:
         return found | {v for v in roots if self.is_row(self.maker[v])}
 
     def _is_in_one_kernel(self, several: Set[Var], segment: Sequence[JaxprEqn]) -> bool:
-        """Whether these go into two sums over the same values at most, and what is stored there."""
+        """Whether all that is stored of these are two values at most, each with its sum."""
         made, stored = set(several), set[Var]()
         for eqn in segment:
             if not made.isdisjoint(filter(is_var, eqn.invars)):

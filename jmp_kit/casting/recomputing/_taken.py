@@ -153,13 +153,12 @@ class ForwardPass:
             yield v, Value(operands, nbytes, stored, is_rounded, is_read, is_multiplied, again)
 
     def _is_written_again(self, v: Var) -> bool:
-        """Whether XLA writes what is cut or joined, but for what it cuts where it takes it."""
+        """Whether XLA writes it where it is made again, as it does what is cut and joined."""
         eqn = self.maker.get(v)
-        if eqn is None or eqn.primitive.name not in CUTS:
-            return False
-        [whole, *_] = eqn.invars
-        is_woven = whole in self.woven and (whole not in self.cut or self._is_written_again(whole))
-        return v not in self.cut or is_woven
+        if eqn is None or v not in self.cut:
+            return eqn is not None and eqn.primitive.name in CUTS
+        [whole, *_] = eqn.invars  # if that is not written, it is cut where it is taken
+        return whole in self.woven and (whole not in self.cut or self._is_written_again(whole))
 
     def _sources(self, v: Var) -> set[Var]:
         """What it is made again of."""
