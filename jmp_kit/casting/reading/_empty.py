@@ -39,7 +39,7 @@ class Rows:
         Args:
           axes: along which there are rows, in the order in which the scatter knows them.
         """
-        if not is_var(atom):
+        if not is_var(atom) or atom not in self.maker:
             return None
         key = atom, tuple(axis for axis in axes if shape_of(atom)[axis] != 1)
         if key not in self.known:
@@ -47,9 +47,7 @@ class Rows:
         return self.known[key]
 
     def _put(self, v: Var, axes: Axes) -> JaxprEqn | None:
-        eqn = self.maker.get(v)
-        if eqn is None:
-            return None
+        eqn = self.maker[v]
         if eqn.primitive.name == "scatter-add":
             is_put = axes == (0,) and puts_rows(eqn) and begins_with_zeros(eqn, self.maker)
             return eqn if is_put else None

@@ -13,7 +13,10 @@ from jmp_kit.casting.rewriting._inline import inlined
 
 WORDS, EXPERTS, ROOM, WIDTH = 16, 2, 12, 3
 
-W = jnp.asarray(np.random.default_rng(0).normal(size=(EXPERTS, WIDTH, WIDTH)), jnp.float32)
+W, SCALES = (
+    jnp.asarray(np.random.default_rng(n).normal(size=(EXPERTS, n, WIDTH)), jnp.float32)
+    for n in (WIDTH, ROOM)
+)
 
 
 def as_they_are(y):
@@ -60,6 +63,7 @@ KNOWN = {
     "rectified": (sent(lambda y: jnp.maximum(y @ W, 0) @ W), 1),
     "with a bias": (sent(lambda y: -(y @ W + jnp.ones(WIDTH)) / 3), 1),
     "normed": (sent(lambda y: y / jnp.sqrt((y * y).sum(-1, keepdims=True) + 1)), 1),
+    "scaled": (sent(lambda y: y * SCALES), 1),
     "turned": (sent(turned), 1),
     "flat": (sent(lambda y: (y.reshape(-1, WIDTH) @ W[0]).reshape(y.shape)), 1),
     "one number of each": (sent(lambda y: y.sum(-1)), 1),
