@@ -135,8 +135,10 @@ def _each(places: Mapping[int, int], axes: Axes) -> Axes | None:
 
 def _are_same(a: Atom, b: Atom, maker: Maker) -> bool:
     """Whether two values are made alike."""
-    if a is b or not (is_var(a) and is_var(b)):
-        return a is b or (not is_var(a) and not is_var(b) and bool(a.val == b.val))
+    if a is b:
+        return True
+    if not is_var(a) or not is_var(b):
+        return is_var(a) == is_var(b) and bool(a.val == b.val)
     one, other = maker.get(a), maker.get(b)
     return (
         one is not None

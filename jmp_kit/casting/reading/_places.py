@@ -18,16 +18,12 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting.reading._empty import Rows, are_same_places, held
-from jmp_kit.casting.reading._ranks import is_whole, ranked
+from jmp_kit.casting.reading._ranks import MOST, MOVES, is_whole, ranked
 from jmp_kit.programs._axes import are_known
 from jmp_kit.programs._jaxpr import Atom, cut_out, is_var, shape_of, traced_back
 
-# Arrays up to this size are computed while a program is read, of 64 MiB.
-_MOST = 2**24
-
 # What moves integers, or some of them; in which order, read row by row, stays.
-_MOVES = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "convert_element_type"}
-_MOVES |= {"slice"}
+_MOVES = MOVES | {"slice"}
 
 # What computes with each of them.
 _COMPUTES: dict[str, Callable[..., Any]] = {
@@ -106,7 +102,7 @@ class Places:
         made, sources = traced_back(list(filter(is_var, [atom])), self.maker)
         eqns = [e for e in self.jaxpr.eqns if id(e) in made]
         shapes = [shape_of(v) for e in eqns for v in e.outvars]
-        is_small = all(are_known(shape) and math.prod(shape) <= _MOST for shape in shapes)
+        is_small = all(are_known(shape) and math.prod(shape) <= MOST for shape in shapes)
         if not sources.keys() <= self.closed.keys() or not is_small or any(e.effects for e in eqns):
             return None
         function, given = cut_out(self.jaxpr, eqns, [atom])

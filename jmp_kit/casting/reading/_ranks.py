@@ -19,10 +19,10 @@ from jmp_kit.programs._axes import are_known
 from jmp_kit.programs._jaxpr import Atom, is_var, shape_of, size_of
 
 # What moves numbers, each to one place, in the same order.
-_MOVES = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "convert_element_type"}
+MOVES = {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy", "convert_element_type"}
 
-# As many pairs are counted.
-_MOST = 2**24
+# Arrays up to this size are computed while a program is read, of 64 MiB, and as many pairs.
+MOST = 2**24
 
 Computes = Mapping[str, Callable[..., Any]]
 Numbers = Callable[[Atom], np.ndarray | None]
@@ -62,7 +62,7 @@ def ranked(eqns: Sequence[JaxprEqn], numbers: Numbers, computes: Computes) -> It
     known: dict[Var, _Rows] = {}
     for eqn in eqns:
         [v, *others] = eqn.outvars
-        if others or not is_whole(v) or size_of(v) > _MOST:
+        if others or not is_whole(v) or size_of(v) > MOST:
             continue
         if choices := _compared(eqn, maker, numbers):
             known[v] = _Rows(choices, np.ones(size_of(v), bool), np.zeros((), bool))
@@ -104,7 +104,7 @@ def _made(eqn: JaxprEqn, rows: Sequence[_Rows], computes: Computes) -> _Rows | N
         return _Rows(None, ranks.astype(dtype), None)
     if shape_of(eqn.outvars[0]) not in ([shape] if shape else map(shape_of, eqn.invars)):
         return None
-    function = computes.get(name, (lambda x: x) if name in _MOVES else None)
+    function = computes.get(name, (lambda x: x) if name in MOVES else None)
     if function is None:
         return None
     chosen = np.asarray(function(*(row.chosen for row in rows))).astype(dtype)
@@ -134,7 +134,7 @@ def _compared(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn], numbers: Numbers) ->
 
 def _moved(v: Var, maker: Mapping[Var, JaxprEqn], words: int) -> Var:
     """What is moved to give this, or repeated along rows, a number for each word."""
-    while v in maker and maker[v].primitive.name in _MOVES:
+    while v in maker and maker[v].primitive.name in MOVES:
         [operand, *_] = maker[v].invars
         axes = maker[v].params.get("broadcast_dimensions", (0,))
         is_in_order = maker[v].params.get("dimensions") is None and axes[:1] == (0,)

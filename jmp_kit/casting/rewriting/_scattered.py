@@ -23,11 +23,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_kit.casting.reading._empty import begins_with_zeros
 from jmp_kit.casting.reading._places import Places, within
 from jmp_kit.casting.reading._worth import FEW
-from jmp_kit.programs._jaxpr import (
-    cast,
-    equations_of,
-    shape_of,
-)
+from jmp_kit.programs._jaxpr import cast, equations_of, shape_of
 
 _PUTS = {"scatter": lax.scatter, "scatter-add": lax.scatter_add}
 
