@@ -237,7 +237,7 @@ class Casting(NamedTuple):
 def _integers(jaxpr: Jaxpr, consts: Sequence[Any]) -> Iterator[tuple[Var, np.ndarray]]:
     """Of what it closes over, NumPy's: positions, say, which are there while it is planned."""
     for v, x in zip(jaxpr.constvars, consts, strict=True):
-        if v.aval.dtype.kind in "iub" and not isinstance(x, jax.Array):
+        if not isinstance(x, jax.Array) and np.asarray(x).dtype.kind in "iub":
             yield v, np.asarray(x)
 
 

@@ -423,6 +423,16 @@ def test_arguments_of_every_kind():
     np.testing.assert_allclose(got, jnp.tanh(X @ SQUARE[0]), atol=0.05)
 
 
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_a_function_may_close_over_a_key(make):
+    key = make(0)
+
+    def fun(x):
+        return jnp.tanh(x @ SQUARE[0]) + jax.random.normal(key, x.shape)
+
+    np.testing.assert_allclose(autocast(fun, "mixed_bfloat16")(X), fun(X), atol=0.05)
+
+
 @pytest.mark.parametrize("shape", [(0, 16), (1, 16)])
 def test_empty_batches_scalars_and_no_arguments(shape):
     half = autocast(lambda x: jnp.tanh(x @ SQUARE[0]) @ SQUARE[1], "mixed_float16")
