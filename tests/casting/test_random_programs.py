@@ -15,6 +15,7 @@ from tests.compiling import POLICIES
 
 SHAPE = 4, 4
 X = jax.random.normal(jax.random.key(0), SHAPE)
+KEY = jax.random.key(3)
 WEIGHTS = jax.random.normal(jax.random.key(1), SHAPE) / 2
 
 # Each makes bounded values of bounded ones and stretches differences little: what is left of an
@@ -31,7 +32,9 @@ UNARY = {
     "rows": lambda x: x[jnp.array([3, 1, 0, 2])],
     "mask": lambda x: jnp.where(jnp.tri(4) > 0, x, 0.0),
     "half": lambda x: x.astype(jnp.bfloat16).astype(jnp.float32),
+    "select": lambda x: jnp.select([x > 0.5, x < -0.5], [0.5 * x, -0.5 * x], x),
     "dropout": lambda x: jnp.where(jax.random.bernoulli(jax.random.key(2), 0.5, SHAPE), x, 0.0),
+    "key_outside": lambda x: x + jax.random.uniform(KEY, SHAPE),
     "stop": lax.stop_gradient,
     "barrier": lax.optimization_barrier,
     "product": lambda x: x @ WEIGHTS,

@@ -80,7 +80,8 @@ def _normed(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
 
 def _leaky_mask(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Var | None:
     """Where the operand of a leaky ReLU is positive, if it is one. Its result is of that sign."""
-    if eqn.primitive.name != "select_n" or not all(map(is_var, eqn.invars)):
+    is_of_two = eqn.primitive.name == "select_n" and len(eqn.invars) == 3
+    if not is_of_two or not all(map(is_var, eqn.invars)):
         return None
     mask, negative, x = eqn.invars
     scale, test = maker.get(negative), maker.get(mask)
