@@ -41,6 +41,7 @@ class Writer:
         fresh = dict.fromkeys(v for cone in cones for v in segment.fresh(cone))
         sources = dict.fromkeys(v for cone in cones for v in cone.sources)
         filled = [program.filled[v] for v in sources if v in program.filled]
+        outside = [v for v in sources if v not in program.filled]
         ordered = [e for eqn in (*filled, *ordered) for e in kernels.flattened(eqn)]
         [ordered] = living([list(cut_first(ordered, roots, segment.is_big))], roots)
         late = [v for v in sources if is_float32(v) and program.depends(v)]
@@ -48,9 +49,8 @@ class Writer:
         ordered = [e for eqn in ordered for e in self._put(eqn)]
         apart = list(fresh) if is_apart else []
         if is_apart:  # or XLA takes it for the pass that made these
-            apart += [v for v in sources if v in segment.maker and v not in fresh]
-        compared = program.compared.values.intersection(sources)
-        apart += [v for v in sources if v in compared and v not in apart]
+            apart += [v for v in outside if v in segment.maker and v not in fresh]
+        apart += [v for v in outside if v in program.compared.values and v not in apart]
         lies = all(map(self._is_column_sum, roots))
         lies |= self.is_dear_once and any(map(_is_padded, fresh))  # or XLA writes what is dear
         sums = {e.outvars[0] for e in ordered if is_row and segment.is_row(e)}

@@ -106,6 +106,30 @@ def test_gradients_are_no_farther_from_float32_than_by_hand(made, taken):
     assert max(ours) <= 1.2 * hand + 0.003
 
 
+BEGUN = {
+    "before a product": lambda y, w: jnp.zeros((5, 64), y.dtype).at[SEGMENTS].max(jnp.sin(y)) @ w,
+    "at the end": lambda y, w: jax.ops.segment_max(y, SEGMENTS, 5) * 2,
+}
+SEGMENTS = jnp.arange(32) % 5
+
+
+@pytest.mark.parametrize("recompute", [True, False, "most"])
+@pytest.mark.parametrize("name", BEGUN)
+def test_what_a_maximum_begins_with_is_made_where_it_is_compared(name, recompute):
+    """JAX compares the maxima of segments with the numbers that they were begun with, too."""
+
+    def loss_fn(w, x):
+        return mean_square(BEGUN[name](x @ w, w))
+
+    def by_hand(w, x):
+        return loss_fn(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    half = autocast(jax.grad(loss_fn), "mixed_bfloat16", recompute=recompute)
+    *found, exact = (fun(W, X[0]) for fun in (jax.jit(half), jax.grad(by_hand), jax.grad(loss_fn)))
+    ours, hand = (distance(gradient, exact) for gradient in found)
+    assert ours <= 2 * hand
+
+
 def values_and_extrema(fun, *shapes):
     eqns = inlined(jax.make_jaxpr(fun)(*map(jnp.ones, shapes)).jaxpr).eqns
     found = compared(eqns)
