@@ -367,6 +367,20 @@ def streaming_softmax(q, k, v):
 Q, K, V = normal(32, 16), normal(1024, 16), normal(1024, 16) + 1
 
 # Evaluated as they are.
+def rows_put_back(form):
+    """Rows of a table, looked up, updated and put back: a memory's, or a sparse optimizer's."""
+    rows = jnp.array([3, 1])
+
+    def solve(w, x):
+        def step(w):
+            updates = x.T @ jnp.tanh(x @ w) / len(x)
+            return w.at[rows].set(0.999 * w[rows] + 1e-3 * updates[:2])
+
+        return repeated(form, 200, step, w)
+
+    return solve
+
+
 PROGRAMS = {
     **{f"euler, {form}": (euler(form), (SPRING, STARTS[0])) for form in LOOPS},
     **{f"verlet, {form}": (verlet(form), (STARTS,)) for form in LOOPS},
@@ -380,6 +394,8 @@ PROGRAMS = {
     "muon, unrolled": (muon, (SQUARE, BATCHES[0])),
     "muon, scan": (training("steps per call", optax.contrib.muon(1e-4)), (SQUARE, BATCHES)),
     "shampoo": (shampoo, (SQUARE / 8, jnp.eye(8), BATCHES[0])),
+    "rows put back, scan": (rows_put_back("scan"), (SQUARE, BATCHES[0])),
+    "rows put back, while": (rows_put_back("while"), (SQUARE, BATCHES[0])),
     "accumulating": (accumulating, (SQUARE, BATCHES)),
     "averaging": (averaging, (SQUARE, BATCHES)),
     "adversarial": (adversarial, (SQUARE / 8, SQUARE, BATCHES[0], BATCHES[1])),

@@ -123,7 +123,8 @@ class States:
         """What the results are updates of, where they depend on a product."""
         name = eqn.primitive.name
         if _makes_anew(eqn):
-            return [0] * len(eqn.outvars)
+            is_of_table = name == "gather" and operands[0] & ~UNIFORM
+            return [LOOKED_UP if is_of_table else 0] * len(eqn.outvars)
         taken = _FIRST if name.startswith(_PUT_IN) else _TAKEN.get(name, slice(None))
         atoms, origins = eqn.invars[taken], operands[taken]
         results = []
@@ -268,6 +269,8 @@ class States:
                     operands = [bool(sizes)] * len(eqn.invars)
                 if eqn.primitive.name.startswith(_PUT_IN):
                     operands[1:] = [False] * len(operands[1:])
+                if eqn.primitive.name == "scatter" and any(results):
+                    operands[2] = _is_put_back(eqn, origins)
             found |= {a for a, flag in zip(eqn.invars, operands, strict=True) if flag and is_var(a)}
         return found
 
@@ -319,6 +322,12 @@ def _makes_anew(eqn: JaxprEqn) -> bool:
     if name == "gather":
         return shape_of(eqn.invars[0]) != shape_of(eqn.outvars[0])
     return name != "reduce_precision" and (name.startswith(_ANEW) or is_costly(eqn))
+
+
+def _is_put_back(scatter: JaxprEqn, origins: Mapping[Var, Origins]) -> bool:
+    """Whether rows of state are replaced by what is an update of rows that were looked up."""
+    table, _, rows = (origins.get(a, 0) if is_var(a) else 0 for a in scatter.invars)
+    return bool(table & STATE and rows & LOOKED_UP)
 
 
 def _is_batched(eqn: JaxprEqn) -> bool:

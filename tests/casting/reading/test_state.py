@@ -56,7 +56,7 @@ QUICK = {
     *("adversarial, jit inside", "actor and critic", "linear attention, plain, chunks"),
     *("linear attention, gated, vmap", "linear attention, delta, scan"),
     *("neural ODE, scan", "neural ODE, linen", "fast weights, unrolled"),
-    "fast weights, of batches",
+    *("fast weights, of batches", "rows put back, scan"),
 }
 
 
