@@ -63,10 +63,12 @@ def repeated(
       half: the dtype of products without a mark.
       closed: the integers that it closes over.
     """
+    if price is not None and is_gradient(jaxpr):
+        jaxpr = without_the_dead(inlined(jaxpr))
     if price is None or not is_gradient(jaxpr):
         jaxpr = fixed_scans_first(jaxpr, flow, depends)
         return jaxpr, parts_of(jaxpr.eqns, flow)
-    jaxpr = without_round_trips(over_axes(without_the_dead(inlined(jaxpr))), flow)
+    jaxpr = without_round_trips(over_axes(jaxpr), flow)
     jaxpr = repeating_scans(fixed_scans_first(jaxpr, flow, depends), flow, depends, half)
     jaxpr = turned(hoisted(jaxpr, flow, price) if is_summed_wide else jaxpr, flow)
     jaxpr = with_filters_in_half(fronted(jaxpr, flow), flow, half)

@@ -317,3 +317,14 @@ def test_what_was_looked_up_is_not_looked_up_again():
 
     step = step_of(loss)
     assert operations(autocast(step, "mixed_bfloat16"), "concatenate") == 1
+
+
+@pytest.mark.parametrize("recompute", [True, False, "most"])
+def test_a_gradient_that_nobody_takes(recompute):
+    loss_fn = loss_through(block)
+
+    def value(*args):
+        return jax.value_and_grad(loss_fn)(*args)[0]
+
+    found = autocast(value, "mixed_bfloat16", recompute=recompute)(WEIGHTS, X)
+    assert float(found) == pytest.approx(float(loss_fn(WEIGHTS, X)), rel=0.02)
