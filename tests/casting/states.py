@@ -366,6 +366,7 @@ def streaming_softmax(q, k, v):
 
 Q, K, V = normal(32, 16), normal(1024, 16), normal(1024, 16) + 1
 
+
 # Evaluated as they are.
 def rows_put_back(form):
     """Rows of a table, looked up, updated and put back: a memory's, or a sparse optimizer's."""
