@@ -11,6 +11,7 @@ from jmp_kit.casting.rewriting._undone import undone
 from jmp_kit.programs._flow import PRODUCTS, Flow
 from jmp_kit.programs._jaxpr import is_var, opened
 from jmp_kit.programs._marks import is_backward, stack_of
+from tests.casting.planning.test_passes import H200, compiled
 from tests.casting.zoo import mean_square
 
 RNG = np.random.default_rng(0)
@@ -115,3 +116,18 @@ def test_where_the_scale_matters_the_sum_is_taken(name):
     division, late = taken_late(after)
     assert division.invars[1] in late
     assert_same(after, before)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+@pytest.mark.parametrize("function", [jnp.tanh, jax.nn.sigmoid])
+def test_a_network_of_such_functions_costs_an_h200_what_one_of_relus_costs(function):
+    def cost(function):
+        def loss_fn(params, x):
+            for w in params["layers"]:
+                x = function(x @ w)
+            return mean_square(x @ params["layers"][0])
+
+        return compiled(loss_fn, {"layers": [(512, 512)] * 4}, (16384, 512)).nbytes
+
+    assert cost(function) <= 1.01 * cost(jax.nn.relu)
