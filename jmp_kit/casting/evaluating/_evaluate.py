@@ -12,7 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting.evaluating._calls import CALLS
 from jmp_kit.casting.evaluating._site import Site
-from jmp_kit.casting.evaluating._wide import behind_on_cpus, runnable
+from jmp_kit.casting.evaluating._wide import behind_on_cpus, mapped_together, runnable
 from jmp_kit.casting.planning._biases import carrying_bias
 from jmp_kit.casting.planning._plan import Barrier, Call, Fixed, Form, Part, Piece, Plan, Stored
 from jmp_kit.programs._flow import is_exact
@@ -235,6 +235,7 @@ def _summed(
     as_wide, taken = cut_out(jaxpr, runnable(wide), wide.outvars)
 
     @jax.custom_jvp
+    @mapped_together
     def summed(*operands: Any) -> Any:
         values = dict(zip(wide.invars, operands, strict=True))
         [result] = as_wide(*(values[v] for v in taken))

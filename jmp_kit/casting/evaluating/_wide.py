@@ -80,6 +80,28 @@ def behind_on_cpus(values: Any) -> Any:
     )
 
 
+def mapped_together(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The same, but where `jax.vmap` maps some operands alone, on CPUs it maps all of them.
+
+    That is a batch of products. Else it would be one product, of a kind that XLA there has not.
+    """
+    together = jax.custom_batching.custom_vmap(function)
+
+    def mapped(size: int, flags: Sequence[bool], *operands: jax.Array) -> tuple[jax.Array, bool]:
+        def spread(*operands: jax.Array) -> jax.Array:
+            pairs = zip(operands, flags, strict=True)
+            alike = (x if flag else jnp.broadcast_to(x, (size, *x.shape)) for x, flag in pairs)
+            return mapped_together(jax.vmap(function))(*alike)
+
+        if all(flags):
+            return spread(*operands), True
+        as_it_was = jax.vmap(function, [0 if flag else None for flag in flags])
+        return lax.platform_dependent(*operands, cpu=spread, default=as_it_was), True
+
+    together.def_vmap(mapped)
+    return together
+
+
 def _of_float32(product: JaxprEqn, *operands: jax.Array) -> jax.Array:
     """Of the same values: as exact, if not as fast on every CPU."""
     wide = (cast(x, jnp.float32) for x in operands)

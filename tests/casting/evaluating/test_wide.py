@@ -193,3 +193,36 @@ def test_an_odd_number_of_words_is_not_moved_for_an_h200(monkeypatch):
     found = moved()
     monkeypatch.setattr(_wide, "_is_over_neighbours", lambda _: False)
     assert found <= 0.98 * moved()
+
+
+ENSEMBLES = {
+    "weights": (0, None),
+    "batches": (None, 0),
+    "of both": (0, 0),
+    "of ensembles": ((0, None), (0, None)),
+    "of ensembles, each its batch": ((0, None), (None, 0)),
+}
+
+
+@pytest.mark.parametrize("name", ENSEMBLES)
+def test_a_step_that_is_mapped_over_some_of_what_it_takes(name):
+    """Weights that share a batch, say: of the products' operands, one is of each and one of all."""
+    axes = ENSEMBLES[name] if isinstance(ENSEMBLES[name][0], tuple) else (ENSEMBLES[name],)
+    w, x = normal(0, 64, 64), normal(1, 32, 64)
+    step = jax.grad(lambda w, x: mean_square(jnp.tanh(x @ w) @ w))
+    half = autocast(step, "mixed_bfloat16")
+    for of_w, of_x in axes:
+        half, step = (jax.vmap(f, (of_w, of_x)) for f in (half, step))
+        w, x = (jnp.stack([v, 2 * v, -v]) if i == 0 else v for v, i in ((w, of_w), (x, of_x)))
+    for found in (half(w, x), jax.jit(half)(w, x)):
+        assert distance(found, step(w, x)) < 0.02
+
+
+def test_no_weights_are_spread_over_batches_on_gpus():
+    half = autocast(jax.grad(lambda w, x: mean_square(x @ w)), "mixed_bfloat16")
+    mapped = jax.jit(jax.vmap(half, (0, None)))
+    lowered = mapped.trace(jnp.ones((3, 64, 64)), jnp.ones((32, 64)))
+    on_cpus, on_gpus = (lowered.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda"))
+    spread = "(tensor<32x64xbf16>) -> tensor<3x32x64xbf16>"
+    assert spread in on_cpus
+    assert spread not in on_gpus
