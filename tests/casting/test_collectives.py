@@ -125,6 +125,20 @@ def test_sums_over_devices_stay_float32():
     assert {(transfer.kind, transfer.dtype) for transfer in found} == {("all-reduce", "float32")}
 
 
+def test_a_mapped_step_without_jit():
+    """Nothing is computed while it is planned: labels that are counted are not."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    labels = jnp.arange(8) % 4
+
+    def loss_fn(w, x):
+        return -jax.nn.log_softmax(x @ w)[jnp.arange(8), labels].mean()
+
+    half = jmp_kit.autocast(jax.grad(loss_fn), "mixed_bfloat16")
+    step = jax.shard_map(half, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    w, x = weights(4, 16)[0].T, jnp.ones((8, 16))
+    np.testing.assert_allclose(step(w, x), jax.grad(loss_fn)(w, x), atol=5e-3)
+
+
 def test_donation_survives():
     split, rows, out = CASES[psum]
     params, x = weights(*SHAPES[split]), jnp.ones((64, WIDTH))

@@ -108,7 +108,8 @@ class Places:
         function, given = cut_out(self.jaxpr, eqns, [atom])
         with jax.ensure_compile_time_eval():
             [found] = function(*(self.closed[v] for v in given))
-        return np.asarray(found)
+        # Where `jax.shard_map` runs without `jax.jit`, all is traced.
+        return None if isinstance(found, jax.core.Tracer) else np.asarray(found)
 
     def columns(self, indices: Atom) -> list[np.ndarray | None]:
         """Of each axis that indices are for, their numbers, where the program alone makes them."""
