@@ -2,18 +2,23 @@
 
     x > 0   -> max(x, 0) > 0
     x > 0   -> y > 0            y = x where that holds, or else a·x: a leaky ReLU
+    x >= 0  -> y has no sign    for a·x may be too small for float16: -0
 
 But where x is a norm: its backward pass reads what that is a norm of, and makes x again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.programs._axes import reduces
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
+    equations_of,
     is_float32,
     is_var,
     is_zero,
@@ -59,8 +64,17 @@ def signs_of_results(
             results.update(eqn.outvars)
             instead[mask] = made = Var(mask.aval)
             of_result = {maker[mask].invars[0]: eqn.outvars[0]}
-            eqns.append(taking(maker[mask], of_result).replace(outvars=[made]))
+            test = taking(maker[mask], of_result).replace(outvars=[made])
+            has_no_sign = test.primitive.name == "ge"
+            eqns += _without_sign(eqn.outvars[0], made, test) if has_no_sign else [test]
     return jaxpr.replace(eqns=eqns), results
+
+
+def _without_sign(v: Var, made: Var, test: JaxprEqn) -> Iterable[JaxprEqn]:
+    def is_positive(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, jnp.int32) >= 0
+
+    return equations_of(is_positive, [v], [made], test.source_info)
 
 
 def is_multiplied(v: Var, uses: Uses, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> bool:

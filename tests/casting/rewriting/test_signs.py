@@ -4,9 +4,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jmp_kit
 from jmp_kit.casting.rewriting._signs import signs_of_results
 from jmp_kit.programs._jaxpr import is_var, opened
-from tests.casting.rewriting.test_undone import assert_same, is_late, rewritten, weighted
+from tests.casting.rewriting.test_undone import (
+    PARAMS,
+    X,
+    assert_same,
+    is_late,
+    rewritten,
+    weighted,
+)
+from tests.casting.test_zoo import distance
 
 
 def operands_late(closed):
@@ -57,3 +66,19 @@ def test_a_relu_asks_for_the_sign_of_its_result_but_of_a_norm():
     normed = weighted(lambda z: jax.nn.relu(z / z.std(-1, keepdims=True)))
     after, before = rewritten(normed, signs_of_results)
     assert str(after) == str(before)
+
+
+def test_the_sign_of_a_result_that_is_too_small_for_float16():
+    """A hundredth of it is -0 there."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (64, 64), (64, 16), (32, 64)
+    *params, x = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+    def loss_fn(params, x):
+        y = jax.nn.leaky_relu(1e-4 * (x @ params[0]))
+        return 1e-2 * (y @ params[1]).sum()
+
+    half = jmp_kit.autocast(loss_fn, "mixed_float16")
+    found = jax.jit(jmp_kit.grad(half, jmp_kit.StaticLossScale(2.0**15)))(params, x)
+    for gradient, wanted in zip(found, jax.grad(loss_fn)(params, x), strict=True):
+        assert distance(gradient, wanted) < 5e-3
