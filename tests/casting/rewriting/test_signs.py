@@ -8,8 +8,6 @@ import jmp_kit
 from jmp_kit.casting.rewriting._signs import signs_of_results
 from jmp_kit.programs._jaxpr import is_var, opened
 from tests.casting.rewriting.test_undone import (
-    PARAMS,
-    X,
     assert_same,
     is_late,
     rewritten,
