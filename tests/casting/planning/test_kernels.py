@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jmp_kit import autocast
 from jmp_kit.casting.planning._kernels import (
     after,
     begun_late,
@@ -108,6 +109,21 @@ def stages(*shape):
     image = jax.ShapeDtypeStruct(shape, jnp.float32)
     jaxpr = opened(jax.make_jaxpr(lambda x: jnp.sum(x, (1, 2)))(image))[0]
     return "optimization_barrier" in str([*sums(jaxpr.eqns, set(jaxpr.outvars))])
+
+
+def test_what_is_counted_is_summed_up_beside_a_loss():
+    """How many are right, or masked, say."""
+    x, up, down = (jnp.ones(shape) / 8 for shape in ((512, 64), (64, 128), (128, 64)))
+
+    def loss_fn(up, down):
+        y = jax.nn.relu(x @ up) @ down + jnp.ones(64)
+        return jnp.mean(y**2 + y), (y > 0).sum()
+
+    step = jax.value_and_grad(loss_fn, has_aux=True)
+    (loss, count), _ = jax.jit(autocast(step, "mixed_bfloat16"))(up, down)
+    assert float(loss) == pytest.approx(float(loss_fn(up, down)[0]), rel=0.01)
+    assert count.dtype == jnp.int32
+    assert count == 512 * 64
 
 
 def test_few_sums_are_taken_in_two_stages():
