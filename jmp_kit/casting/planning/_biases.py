@@ -37,4 +37,5 @@ def _jvp(
     (result, bias), (change, bias_change) = primals, tangents
     both = cast(cast(change, bias.dtype) + bias_change, change.dtype)
     # Transposed, the barrier has the cotangent stored in half before it is used.
-    return result, lax.optimization_barrier(both)
+    # By the rule again: the derivative of this derivative is by the bias, too.
+    return carrying_bias(result, bias), lax.optimization_barrier(both)

@@ -3,13 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
 from jmp_kit import autocast
 from jmp_kit.programs._jaxpr import primitive_names
+from tests.casting.rewritten import farthest
 from tests.casting.zoo import SQUARE, X, mean_square
 
+HALF = "mixed_bfloat16"
 BIAS = jnp.linspace(-1, 1, 16)
 
 
@@ -82,6 +85,51 @@ def test_forward_and_backward_the_derivatives_are_those_of_float32(model, recomp
     np.testing.assert_allclose(
         jax.jvp(half, (params,), (tangents,))[1], slope, atol=2e-2 * scale * 16
     )
+
+
+def along(loss, params):
+    """The gradient's derivative along the parameters, reverse over reverse."""
+    gradient = jax.grad(loss)
+    return jax.grad(lambda p: optax.tree.vdot(gradient(p), params))(params)
+
+
+def along_forward(loss, params):
+    """The same, forward over reverse."""
+    return jax.jvp(jax.grad(loss), (params,), (params,))[1]
+
+
+def after_a_step(loss, params):
+    """As meta-learning has it."""
+    step = lambda p: jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(loss)(p))  # noqa: E731
+    return jax.grad(lambda p: loss(step(p)))(params)
+
+
+@pytest.mark.parametrize("model", [added, shared, bias_taken_twice, in_a_loop])
+@pytest.mark.parametrize("second", [along, along_forward, after_a_step])
+def test_so_are_derivatives_of_derivatives(second, model):
+    params = {"w": SQUARE, "b": BIAS}
+
+    def loss(params):
+        return mean_square(jnp.sin(model(params, X)))
+
+    wanted = second(loss, params)
+    for recompute in (True, False):
+        found = second(autocast(loss, HALF, recompute=recompute), params)
+        assert farthest(found, wanted) < 0.03
+
+
+def test_the_gradient_of_a_penalty_on_slopes():
+    """A critic's, by what it takes: the bias is in the derivative of the function behind it."""
+
+    def loss(critic, params):
+        slopes = jax.grad(lambda x: critic(params, x).sum())(X)
+        return jnp.mean((jnp.linalg.norm(slopes, axis=1) - 1) ** 2)
+
+    params = {"w": SQUARE, "b": BIAS}
+    half, full = (
+        jax.grad(lambda p, f=f: loss(f, p))(params) for f in (autocast(added, HALF), added)
+    )
+    assert farthest(half, full) < 0.03
 
 
 def test_the_bias_sums_what_the_product_takes():
