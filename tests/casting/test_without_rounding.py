@@ -1,0 +1,106 @@
+"""With float32 in place of halves: all is rewritten, nothing is rounded, and any error shows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jmp_kit
+from benchmarks.gradients import drawn, near, runnable
+from benchmarks.zoo import ZOO as MODELS
+from jmp_kit.casting._casting import Casting
+from jmp_kit.casting.rewriting import _scans
+from jmp_kit.programs._jaxpr import equations_of
+from tests.casting.zoo import PLAIN, ZOO
+from tests.compiling import quick_or_slow
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # for Flax's sake
+
+half = functools.partial(jmp_kit.autocast, policy="mixed_bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_rounded(monkeypatch):
+    def copies(pairs, jaxpr):  # a cast to the same dtype would be no equation
+        for v, other in pairs.items():
+            yield from equations_of(jnp.copy, [v], [other], jaxpr.eqns[-1].source_info)
+
+    monkeypatch.setattr(Casting, "halves", [np.dtype(np.float32)])
+    monkeypatch.setattr(_scans, "_casts", copies)
+
+
+def error(found, wanted):
+    """The largest of an array, relative to its length; some gradients are zero but for rounding."""
+    norm, least = np.linalg.norm, 1e-3 * optax.tree.norm(wanted)
+    pairs = zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
+    return max(float(norm(a - b) / (norm(b) + least)) for a, b in pairs)
+
+
+def four_lines(fun, **options):
+    return jmp_kit.grad(half(fun, **options), jmp_kit.NoOpLossScale())
+
+
+def one_line(fun, **options):
+    return half(jax.grad(fun), **options)
+
+
+def by_jax(fun, **options):
+    return jax.grad(half(fun, **options))
+
+
+# A while loop has no derivative in reverse.
+ONCE = [name for name in ZOO if name != "looping"]
+
+
+@pytest.mark.parametrize("way", [one_line, four_lines, by_jax])
+@pytest.mark.parametrize("name", quick_or_slow(ONCE, ("mlp", "scanned")))
+def test_gradients(name, way):
+    fun, params, x = ZOO[name]
+    wanted = jax.jit(jax.grad(fun))(params, x)
+    for recompute in (True, False, "most"):
+        found = jax.jit(way(fun, recompute=recompute))(params, x)
+        assert error(found, wanted) < 1e-3
+
+
+def along(fun, params):
+    """The gradient's derivative along the parameters, reverse over reverse."""
+    gradient = jax.grad(fun)
+    return jax.grad(lambda p: optax.tree.vdot(gradient(p), params))(params)
+
+
+def along_forward(fun, params):
+    """The same, forward over reverse."""
+    return jax.jvp(jax.grad(fun), (params,), (params,))[1]
+
+
+# JAX itself has no second derivative of a ragged product.
+TWICE = [name for name in PLAIN if name != "experts"]
+
+
+@pytest.mark.parametrize("second", [along, along_forward])
+@pytest.mark.parametrize("name", quick_or_slow(TWICE, ("mlp",)))
+def test_second_derivatives(name, second):
+    fun, params, x = PLAIN[name]
+    found, wanted = (
+        jax.jit(lambda p, f=f: second(lambda p: f(p, x), p))(params) for f in (half(fun), fun)
+    )
+    assert error(found, wanted) < 1e-3
+
+
+@pytest.mark.parametrize("name", quick_or_slow(MODELS, ("gpt", "graph")))
+def test_gradients_of_models(name):
+    model = runnable(name)
+    params, rest = model.task.variables
+    params = near(params, jax.random.key(0))
+    batch = drawn(model.batch, jax.random.key(1))
+    loss_fn = model.task.loss()
+
+    def gradient(params, *batch):
+        return jax.grad(loss_fn, has_aux=True)(params, rest, *batch)[0]
+
+    with jax.default_matmul_precision("highest"):
+        found, wanted = (jax.jit(f)(params, *batch) for f in (half(gradient), gradient))
+    assert error(found, wanted) < 1e-3
