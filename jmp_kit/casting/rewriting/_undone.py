@@ -4,9 +4,6 @@ Softmax weights are exponentials divided by their sum. Its backward pass takes t
 a product takes the weights; made again from the scores, both would be computed, and written, twice.
 But the weights times the sum are the exponentials. And where the scale of both makes no difference,
 as in the derivative of softmax, the weights are as good as the exponentials, and 1 as their sum.
-
-And the derivatives of some functions are made of their results: 1 - y² of tanh, y (1 - y) of a
-sigmoid, y of an exponential. By hand, too, they are made of what is stored for a product.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +25,6 @@ from jmp_kit.programs._jaxpr import (
     uses_of,
 )
 
-_MADE_OF_RESULTS = {"tanh", "logistic", "exp", "exp2"}
-
 # What is linear in the only value that it takes.
 _LINEAR = {"neg", "reduce_sum", "broadcast_in_dim", "reshape", "transpose", "squeeze"}
 
@@ -41,7 +36,7 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
         dividend, divisor -> quotient, 1    of these, where the scale of both makes no difference
 
     Returns:
-      The program, and results that derivatives are made of, as good as ever in half, as stored.
+      The program, and these results, as good as ever where they are stored in half.
     """
     uses, place = uses_of(jaxpr), {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     eqns: list[JaxprEqn] = []
@@ -50,8 +45,6 @@ def undone(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> tup
 
     for eqn in jaxpr.eqns:
         eqns.append(taking(eqn, instead) if is_late(eqn) else eqn)
-        if eqn.primitive.name in _MADE_OF_RESULTS and not is_late(eqn):
-            results.update(v for v in eqn.outvars if is_multiplied(v, uses, flow, is_late))
         if eqn.primitive.name != "div" or is_late(eqn) or not all(map(is_var, eqn.invars)):
             continue
         [dividend, divisor], [quotient] = eqn.invars, eqn.outvars

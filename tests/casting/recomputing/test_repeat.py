@@ -203,12 +203,11 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_what_takes_long_is_not_repeated(name):
     def loss(w, x):
-        h = lax.erf(KEPT[name](lax.erf(x @ w[0]))) @ w[1]
-        return mean_square(lax.erf(h) @ w[1])  # what is last may be kept: memory has its peak there
+        return mean_square(jnp.tanh(KEPT[name](jnp.tanh(x @ w[0]))) @ w[1])
 
     step = step_of(loss)
     assert operations(autocast(step, "mixed_bfloat16"), name) == operations(step, name) > 0
-    assert operations(autocast(step, "mixed_bfloat16"), "erf") > operations(step, "erf")
+    assert operations(autocast(step, "mixed_bfloat16"), "tanh") > operations(step, "tanh")
 
 
 def test_a_product_in_full_precision_is_not_repeated():
@@ -329,20 +328,3 @@ def test_a_gradient_that_nobody_takes(recompute):
 
     found = autocast(value, "mixed_bfloat16", recompute=recompute)(WEIGHTS, X)
     assert float(found) == pytest.approx(float(loss_fn(WEIGHTS, X)), rel=0.02)
-
-
-@pytest.mark.parametrize("name", ["tanh", "logistic", "exp"])
-def test_a_function_whose_derivative_is_made_of_its_result_is_not_repeated(name):
-    """It is stored for the product behind it, and all that it was made of is let go of."""
-    function = getattr(lax, name)
-
-    def loss_fn(weights, x):
-        for w in weights:
-            x = function(x @ w / 4 - 1)
-        return mean_square(x @ weights[0])
-
-    half = autocast(jax.grad(loss_fn), "mixed_bfloat16")
-    assert operations(half, name) == 2
-    exact = jax.grad(loss_fn)(SQUARE, X)
-    for found, wanted in zip(jax.jit(half)(SQUARE, X), exact, strict=True):
-        assert distance(found, wanted) < 0.02
