@@ -8,6 +8,7 @@ computed again for it: there it would store the derivative in float32, too, and 
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
@@ -37,5 +38,15 @@ def _jvp(
     (result, bias), (change, bias_change) = primals, tangents
     both = cast(cast(change, bias.dtype) + bias_change, change.dtype)
     # Transposed, the barrier has the cotangent stored in half before it is used.
-    # By the rule again: the derivative of this derivative is by the bias, too.
-    return carrying_bias(result, bias), lax.optimization_barrier(both)
+    return _again(result, bias), lax.optimization_barrier(both)
+
+
+def with_nothing_of(result: jax.Array, bias: jax.Array) -> jax.Array:
+    """The result alone; all of its derivatives by the bias are those of `result + bias`."""
+    nothing = jnp.where(jnp.isfinite(bias), bias - lax.stop_gradient(bias), 0)
+    return cast(cast(result, bias.dtype) + nothing, result.dtype)
+
+
+# The derivative of the derivative is by the bias, too. In a scan, JAX before 0.12 forgets the rule
+# of what a rule calls.
+_again = carrying_bias if jax.__version_info__ >= (0, 12) else with_nothing_of

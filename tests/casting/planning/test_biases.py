@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 from jmp_kit import autocast
+from jmp_kit.casting.planning._biases import with_nothing_of
 from jmp_kit.programs._jaxpr import primitive_names
 from tests.casting.rewritten import farthest
 from tests.casting.zoo import SQUARE, X, mean_square
@@ -116,6 +117,13 @@ def test_so_are_derivatives_of_derivatives(second, model):
     for recompute in (True, False):
         found = second(autocast(loss, HALF, recompute=recompute), params)
         assert farthest(found, wanted) < 0.03
+
+
+def test_what_carries_nothing_of_a_bias_carries_its_derivatives():
+    result, bias = jnp.ones(4, jnp.bfloat16), jnp.array([-jnp.inf, -1e30, 0, 2.5])
+    found, change = jax.jvp(lambda b: with_nothing_of(result, b), (bias,), (jnp.ones(4),))
+    np.testing.assert_array_equal(found, result)
+    np.testing.assert_array_equal(change.astype(float), [0, 1, 1, 1])
 
 
 def test_the_gradient_of_a_penalty_on_slopes():
