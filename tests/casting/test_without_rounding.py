@@ -14,6 +14,7 @@ from benchmarks.zoo import ZOO as MODELS
 from jmp_kit.casting._casting import Casting
 from jmp_kit.casting.rewriting import _scans
 from jmp_kit.programs._jaxpr import equations_of
+from tests.casting.planning.test_biases import along, along_forward
 from tests.casting.zoo import PLAIN, ZOO
 from tests.compiling import quick_or_slow
 
@@ -63,17 +64,6 @@ def test_gradients(name, way):
     for recompute in (True, False, "most"):
         found = jax.jit(way(fun, recompute=recompute))(params, x)
         assert error(found, wanted) < 1e-3
-
-
-def along(fun, params):
-    """The gradient's derivative along the parameters, reverse over reverse."""
-    gradient = jax.grad(fun)
-    return jax.grad(lambda p: optax.tree.vdot(gradient(p), params))(params)
-
-
-def along_forward(fun, params):
-    """The same, forward over reverse."""
-    return jax.jvp(jax.grad(fun), (params,), (params,))[1]
 
 
 # JAX itself has no second derivative of a ragged product.
