@@ -364,10 +364,6 @@ def streaming_softmax(q, k, v):
     return total / norm[:, None]
 
 
-Q, K, V = normal(32, 16), normal(1024, 16), normal(1024, 16) + 1
-
-
-# Evaluated as they are.
 def rows_put_back(form):
     """Rows of a table, looked up, updated and put back: a memory's, or a sparse optimizer's."""
     rows = jnp.array([3, 1])
@@ -382,6 +378,9 @@ def rows_put_back(form):
     return solve
 
 
+Q, K, V = normal(32, 16), normal(1024, 16), normal(1024, 16) + 1
+
+# Evaluated as they are.
 PROGRAMS = {
     **{f"euler, {form}": (euler(form), (SPRING, STARTS[0])) for form in LOOPS},
     **{f"verlet, {form}": (verlet(form), (STARTS,)) for form in LOOPS},

@@ -65,16 +65,17 @@ def signs_of_results(
             instead[mask] = made = Var(mask.aval)
             of_result = {maker[mask].invars[0]: eqn.outvars[0]}
             test = taking(maker[mask], of_result).replace(outvars=[made])
-            has_no_sign = test.primitive.name == "ge"
-            eqns += _without_sign(eqn.outvars[0], made, test) if has_no_sign else [test]
+            eqns += _has_no_sign(test) if test.primitive.name == "ge" else [test]
     return jaxpr.replace(eqns=eqns), results
 
 
-def _without_sign(v: Var, made: Var, test: JaxprEqn) -> Iterable[JaxprEqn]:
-    def is_positive(x: jax.Array) -> jax.Array:
+def _has_no_sign(test: JaxprEqn) -> Iterable[JaxprEqn]:
+    """In place of a test whether a float32 array is 0 or more: -0 is not."""
+
+    def has_no_sign(x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x, jnp.int32) >= 0
 
-    return equations_of(is_positive, [v], [made], test.source_info)
+    return equations_of(has_no_sign, test.invars[:1], test.outvars, test.source_info)
 
 
 def is_multiplied(v: Var, uses: Uses, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> bool:

@@ -7,12 +7,7 @@ import pytest
 import jmp_kit
 from jmp_kit.casting.rewriting._signs import signs_of_results
 from jmp_kit.programs._jaxpr import is_var, opened
-from tests.casting.rewriting.test_undone import (
-    assert_same,
-    is_late,
-    rewritten,
-    weighted,
-)
+from tests.casting.rewriting.test_undone import assert_same, is_late, rewritten, weighted
 from tests.casting.test_zoo import distance
 
 
