@@ -80,17 +80,27 @@ def test_second_derivatives(name, second):
     assert error(found, wanted) < 1e-3
 
 
-@pytest.mark.parametrize("name", quick_or_slow(MODELS, ("gpt", "graph")))
-def test_gradients_of_models(name):
+def loss_at(name):
+    """A loss of parameters alone, and these: of a model of the zoo, at a random point."""
     model = runnable(name)
     params, rest = model.task.variables
-    params = near(params, jax.random.key(0))
     batch = drawn(model.batch, jax.random.key(1))
     loss_fn = model.task.loss()
+    return lambda params: loss_fn(params, rest, *batch)[0], near(params, jax.random.key(0))
 
-    def gradient(params, *batch):
-        return jax.grad(loss_fn, has_aux=True)(params, rest, *batch)[0]
 
+@pytest.mark.parametrize("name", quick_or_slow(MODELS, ("gpt", "graph")))
+def test_gradients_of_models(name):
+    loss_fn, params = loss_at(name)
     with jax.default_matmul_precision("highest"):
-        found, wanted = (jax.jit(f)(params, *batch) for f in (half(gradient), gradient))
+        found, wanted = (jax.jit(f)(params) for f in (one_line(loss_fn), jax.grad(loss_fn)))
+    assert error(found, wanted) < 1e-3
+
+
+@pytest.mark.parametrize("second", [along, along_forward])
+@pytest.mark.parametrize("name", quick_or_slow(("gpt", "mixer", "mamba"), ("gpt",)))
+def test_second_derivatives_of_models(name, second):
+    """Of layers with biases."""
+    loss_fn, params = loss_at(name)
+    found, wanted = (jax.jit(lambda p, f=f: second(f, p))(params) for f in (half(loss_fn), loss_fn))
     assert error(found, wanted) < 1e-3
