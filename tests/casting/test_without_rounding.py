@@ -15,6 +15,8 @@ from jmp_kit.casting._casting import Casting
 from jmp_kit.casting.rewriting import _scans
 from jmp_kit.programs._jaxpr import equations_of
 from tests.casting.planning.test_biases import along, along_forward
+from tests.casting.test_random_steps import WEIGHTS, X
+from tests.casting.test_random_updates import OTHERS, WAYS, step_of
 from tests.casting.zoo import PLAIN, ZOO
 from tests.compiling import quick_or_slow
 
@@ -89,6 +91,7 @@ def loss_at(name):
     return lambda params: loss_fn(params, rest, *batch)[0], near(params, jax.random.key(0))
 
 
+@pytest.mark.usefixtures("as_on_gpus")
 @pytest.mark.parametrize("name", quick_or_slow(MODELS, ("gpt", "graph")))
 def test_gradients_of_models(name):
     loss_fn, params = loss_at(name)
@@ -104,3 +107,21 @@ def test_second_derivatives_of_models(name, second):
     loss_fn, params = loss_at(name)
     found, wanted = (jax.jit(lambda p, f=f: second(f, p))(params) for f in (half(loss_fn), loss_fn))
     assert error(found, wanted) < 1e-3
+
+
+@pytest.mark.parametrize("machine", ["here", "as_on_gpus"])
+@pytest.mark.parametrize("way", quick_or_slow(WAYS, WAYS[:1]), ids=lambda way: way.__name__)
+def test_steps_of_random_networks(way, machine, request):
+    """Of two networks, and of several gradients."""
+    if machine == "as_on_gpus":
+        request.getfixturevalue(machine)
+    for seed in range(2):
+        step = step_of(way, seed)
+
+        def changes(step, *args):
+            return jax.tree.map(jnp.subtract, step(*args), args[:2])
+
+        with jax.default_matmul_precision("highest"):
+            ways = (jax.jit(functools.partial(changes, f)) for f in (half(step), step))
+            found, wanted = (way(WEIGHTS, OTHERS, X) for way in ways)
+        assert error(found, wanted) < 1e-3
