@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_kit.numerics._tables import count, percent, table
+from jmp_kit.numerics._tables import Cells, count, of_layers, percent, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,12 +163,12 @@ def _transfers_table(transfers: Iterable[Transfer]) -> str:
 
 
 def _table(unit: str, rows: Iterable[tuple[int, str, Product | Convert | Transfer]]) -> str:
-    """A row for each kind: the same line, path, dtypes and pass."""
-    kinds: dict[tuple[str, ...], list[int]] = collections.defaultdict(list)
-    for number, dtypes, found in rows:
-        which = "backward" if found.backward else "forward"
-        kinds[found.source, which, dtypes, found.path].append(number)
-    cells = [(unit, "times", "source", "pass", "dtypes", "path")]
-    for (source, which, dtypes, path), numbers in kinds.items():
-        cells.append((count(sum(numbers)), str(len(numbers)), source, which, dtypes, path))
+    """A row for each kind: the same line, path, dtypes and pass; layers that are alike are one."""
+    kinds = (
+        ((found.source, "backward" if found.backward else "forward", dtypes), found.path, number)
+        for number, dtypes, found in rows
+    )
+    cells: list[Cells] = [(unit, "times", "source", "pass", "dtypes", "path")]
+    for kind, path, numbers in of_layers(kinds):
+        cells.append((count(sum(numbers)), str(len(numbers)), *kind, path))
     return table(cells)

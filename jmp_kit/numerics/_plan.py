@@ -12,7 +12,7 @@ from jmp_kit._policy import Policy, policy_to_compute
 from jmp_kit.casting import Stored, plans_of
 from jmp_kit.numerics._planned import PlannedPart, parts_of
 from jmp_kit.numerics._sources import source_of
-from jmp_kit.numerics._tables import count, table
+from jmp_kit.numerics._tables import Cells, count, of_layers, table
 from jmp_kit.programs import is_backward, names_in, stack_of
 
 
@@ -62,34 +62,43 @@ class Plan:
             f"{again} operations computed again\n{table(self._part_cells())}"
         )
 
-    def _value_cells(self) -> list[tuple[str, ...]]:
-        cells: list[tuple[str, ...]] = [
-            ("stored in", "bytes", "why", "shape", "operation", "line", "path")
+    def _value_cells(self) -> list[Cells]:
+        rows = ((_told_of_value(value), value.path, value) for value in self.values)
+        cells: list[Cells] = [
+            ("stored in", "bytes", "times", "why", "shape", "operation", "line", "path")
         ]
-        for value in self.values:
-            shape = "×".join(map(str, value.shape))
-            operation = f"{value.primitive}{', backward' if value.backward else ''}"
-            nbytes = f"{count(value.nbytes)}B"
-            where = value.source, value.path
-            cells.append((value.dtype, nbytes, value.why, shape, operation, *where))
+        for (dtype, *told), path, values in of_layers(rows):
+            nbytes = f"{count(sum(value.nbytes for value in values))}B"
+            cells.append((dtype, nbytes, str(len(values)), *told, path))
         return cells
 
-    def _part_cells(self) -> list[tuple[str, ...]]:
-        cells: list[tuple[str, ...]] = [
-            ("pass", "products", "kernels before", "kept", "again", "line", "path")
+    def _part_cells(self) -> list[Cells]:
+        rows = ((_told_of_part(part), part.path, part) for part in self.parts)
+        cells: list[Cells] = [
+            ("pass", "times", "products", "kernels before", "kept", "again", "line", "path")
         ]
-        for part in self.parts:
-            names = collections.Counter(part.products).items()
-            products = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in names)
-            kept = f"{count(part.kept)}B" if part.kept else ""
-            which = "backward" if part.backward else "forward"
-            again = str(part.again or "")
-            cells.append((which, products, str(part.passes), kept, again, part.source, part.path))
+        for (which, products, passes, source), path, parts in of_layers(rows):
+            kept, again = (sum(p.kept for p in parts), sum(p.again for p in parts))
+            numbers = f"{count(kept)}B" if kept else "", str(again or "")
+            cells.append((which, str(len(parts)), products, passes, *numbers, source, path))
         return cells
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it."""
         return dataclasses.asdict(self)
+
+
+def _told_of_value(value: StoredValue) -> Cells:
+    shape = "×".join(map(str, value.shape))
+    operation = f"{value.primitive}{', backward' if value.backward else ''}"
+    return value.dtype, value.why, shape, operation, value.source
+
+
+def _told_of_part(part: PlannedPart) -> Cells:
+    names = collections.Counter(part.products).items()
+    products = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in names)
+    which = "backward" if part.backward else "forward"
+    return which, products, str(part.passes), part.source
 
 
 def plan(

@@ -1,7 +1,16 @@
 """Tables for a terminal."""
 
+import collections
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+Cells = tuple[str, ...]
+
+# So many are read as they are.
+_FEW = 2
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -19,6 +28,50 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for *cells, end in rows
     )
+
+
+def of_layers(rows: Iterable[tuple[Cells, str, T]]) -> list[tuple[Cells, str, list[T]]]:
+    """What has the same cells, and the same path but for one number, that of a layer, in one row.
+
+    Block_0/Dense_1, Block_1/Dense_1, Block_2/Dense_1  ->  Block_{0..2}/Dense_1
+
+    Args:
+      rows: of each its cells, its path, and what it is of.
+    """
+    alike: dict[tuple[Cells, str], list[T]] = collections.defaultdict(list)
+    for cells, path, of in rows:
+        alike[cells, path].append(of)
+    named = {key: key for key in alike}
+    most = max((len(_NUMBER.findall(path)) for _, path in alike), default=0)
+    for place in range(most):  # the outermost first
+        layers: dict[tuple[Cells, str, str], dict[int, tuple[Cells, str]]] = {}
+        for cells, path in (key for key in alike if named[key] == key):
+            if place < len(numbers := [*_NUMBER.finditer(path)]):
+                start, end = numbers[place].span()
+                others = cells, path[:start], path[end:]
+                layers.setdefault(others, {})[int(path[start:end])] = cells, path
+        for (cells, before, after), keys in layers.items():
+            if len(keys) > _FEW:
+                named |= dict.fromkeys(keys.values(), (cells, before + _listed(keys) + after))
+    found: dict[tuple[Cells, str], list[T]] = collections.defaultdict(list)
+    for key, of_key in alike.items():
+        found[named[key]] += of_key
+    return [(*key, of_key) for key, of_key in found.items()]
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    """ "{0..3,5}", as shells expand it, or nearly so."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    ends = (f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"{{{','.join(ends)}}}"
 
 
 def shortened(text: str, length: int) -> str:

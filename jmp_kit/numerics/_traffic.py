@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jmp_kit.numerics._hlo import (
     root_of,
 )
 from jmp_kit.numerics._lowered import AROUND, device_of, path_of
-from jmp_kit.numerics._tables import count, percent, table
+from jmp_kit.numerics._tables import Cells, count, of_layers, percent, table
 from jmp_kit.numerics._targets import compiled
 from jmp_kit.programs import is_backward
 
@@ -55,7 +55,7 @@ class Traffic:
     @property
     def nbytes(self) -> int:
         """What all of them move."""
-        return sum(kernel.nbytes for kernel in self.kernels)
+        return _bytes_of(self.kernels)
 
     @property
     def wide(self) -> int:
@@ -71,26 +71,30 @@ class Traffic:
             f"{len(self.kernels)} kernels move {count(self.nbytes)}B on {self.device}; "
             f"float32 activations are {count(self.wide)}B of what they write:"
         )
-        kinds: dict[tuple[str, ...], list[Kernel]] = collections.defaultdict(list)
-        for kernel in self.kernels:
-            which = "backward" if kernel.backward else "forward"
-            kinds[kernel.source, which, kernel.dtype, kernel.path].append(kernel)
-        moved = {kind: sum(k.nbytes for k in found) for kind, found in kinds.items()}
-        rows = [("bytes", "share", "kernels", "float32", "source", "pass", "writes", "path")]
-        for kind in sorted(kinds, key=lambda kind: -moved[kind])[:_MOST]:
-            source, which, dtype, path = kind
-            wide = sum(kernel.wide for kernel in kinds[kind])
-            numbers = count(moved[kind]), percent(moved[kind] / max(self.nbytes, 1))
-            several = str(len(kinds[kind]))
-            shown = f"{count(wide)}B" if wide else ""
-            rows.append((*numbers, several, shown, source, which, dtype, path))
+        kinds = of_layers(
+            ((k.source, "backward" if k.backward else "forward", k.dtype), k.path, k)
+            for k in self.kernels
+        )
+        kinds.sort(key=lambda kind: -_bytes_of(kind[-1]))
+        rows: list[Cells] = [
+            ("bytes", "share", "kernels", "float32", "source", "pass", "writes", "path")
+        ]
+        for cells, path, kernels in kinds[:_MOST]:
+            nbytes, wide = _bytes_of(kernels), sum(k.wide for k in kernels)
+            share, shown = percent(nbytes / max(self.nbytes, 1)), f"{count(wide)}B" if wide else ""
+            rows.append((count(nbytes), share, str(len(kernels)), shown, *cells, path))
         lines = [head, table(rows)]
-        if rest := sorted(moved.values(), reverse=True)[_MOST:]:
-            lines.append(f"and {len(rest)} more, which move {count(sum(rest))}B")
+        if rest := kinds[_MOST:]:
+            moved = sum(_bytes_of(kernels) for *_, kernels in rest)
+            lines.append(f"and {len(rest)} more, which move {count(moved)}B")
         return "\n".join(lines)
 
 
 _MOST = 30  # rows of the table
+
+
+def _bytes_of(kernels: Iterable[Kernel]) -> int:
+    return sum(kernel.nbytes for kernel in kernels)
 
 
 def traffic(

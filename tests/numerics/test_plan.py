@@ -70,11 +70,29 @@ def test_printed():
     first, heading, *rows = str(found).splitlines()
     assert first.startswith(f"{len(found.values) - len(found.state)} values stored in half")
     assert heading.split()[:2] == ["stored", "in"]
-    parts = rows[len(found.values) :]
-    assert parts[0].startswith(f"{len(found.parts)} parts")
-    assert parts[1].split()[:2] == ["pass", "products"]
-    assert len(parts) == 2 + len(found.parts)
+    [second] = (i for i, row in enumerate(rows) if row.startswith(f"{len(found.parts)} parts"))
+    values, (heading, *parts) = rows[:second], rows[second + 1 :]
+    assert heading.split()[:2] == ["pass", "times"]
+    assert sum(int(row.split()[3]) for row in values) == len(found.values)  # behind "131 kB"
+    assert sum(int(row.split()[1]) for row in parts) == len(found.parts)
     assert json.loads(json.dumps(found.to_dict()))["values"][0]["dtype"] == "bfloat16"
+
+
+def test_layers_are_printed_once():
+    """However deep a network is."""
+
+    def printed(layers):
+        def deep(params, x):
+            for i in range(layers):
+                with jax.named_scope(f"layer_{i}"):
+                    x = x + jnp.tanh(x @ params) @ params
+            return jnp.mean(x**2)
+
+        params, x = jnp.ones((64, 64)) / 64, jnp.ones((128, 64))
+        return str(numerics.plan(jax.grad(deep), "mixed_bfloat16", params, x))
+
+    assert len(printed(24).splitlines()) == len(printed(12).splitlines())
+    assert "layer_{0..23}" in printed(24)
 
 
 def test_parts_of_a_gradient():

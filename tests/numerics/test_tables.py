@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from jmp_kit.numerics import _progress
-from jmp_kit.numerics._tables import count, percent, table
+from jmp_kit.numerics._tables import count, of_layers, percent, table
 
 ROWS = [("times", "path"), ("3", "a/long/path/to/somewhere/kernel"), ("10", "b")]
 
@@ -17,6 +17,29 @@ def test_the_last_column_gives_way(monkeypatch):
     assert "a/long/path/to/somewhere/kernel" in table(ROWS)
     monkeypatch.setenv("COLUMNS", "1")
     assert "…" in table(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("paths", "told"),
+    [
+        ([f"Net/Block_{i}/Dense_1" for i in range(12)], ["Net/Block_{0..11}/Dense_1"]),
+        ([f"blocks/{i}/w" for i in (0, 1, 2, 4, 7, 8)], ["blocks/{0..2,4,7..8}/w"]),
+        # The outermost number alone: others tell apart what is in a layer.
+        (
+            [f"Net_0/Block_{i}/Dense_{j}" for i in range(3) for j in (1, 2)],
+            ["Net_0/Block_{0..2}/Dense_1", "Net_0/Block_{0..2}/Dense_2"],
+        ),
+        # Two are read as they are, and so is what has no number.
+        (["Dense_0", "Dense_1"], ["Dense_0", "Dense_1"]),
+        (["head", "tail", "head"], ["head", "tail"]),
+    ],
+)
+def test_layers_that_are_alike_are_one_row(paths, told):
+    rows = of_layers((("add",), path, i) for i, path in enumerate(paths))
+    assert [path for _, path, _ in rows] == told
+    assert sorted(i for *_, which in rows for i in which) == [*range(len(paths))]
+    others = of_layers(((str(i),), path, i) for i, path in enumerate(paths))
+    assert len(others) == len(paths)  # no two are alike
 
 
 @pytest.mark.parametrize(

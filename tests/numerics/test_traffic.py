@@ -95,8 +95,11 @@ def test_the_table_and_the_numbers():
     assert first.endswith("loop")
     told = json.loads(json.dumps(found.to_dict()))
     assert told["nbytes"] == found.nbytes == sum(k["read"] + k["written"] for k in told["kernels"])
-    many = [dataclasses.replace(k, path=f"{k.path}{i}") for k in found.kernels for i in range(9)]
+    many = [dataclasses.replace(k, path=f"{k.path}{c}") for k in found.kernels for c in "abcdefghi"]
     assert "and 6 more, which move" in str(Traffic("a device", tuple(many)))
+    deep = [dataclasses.replace(k, path=f"{k.path}/{i}") for k in found.kernels for i in range(9)]
+    assert len(str(Traffic("a device", tuple(deep))).splitlines()) == len(str(found).splitlines())
+    assert "embed/{0..8}" in str(Traffic("a device", tuple(deep)))
 
 
 SCATTER = """HloModule jit_s
