@@ -1,13 +1,16 @@
 """Where the operand of a ReLU is positive, told by its result, which is stored for a product.
 
     x > 0   -> max(x, 0) > 0
+    x > 0   -> y > 0            y = max(x, 0) / p where it is kept, or else 0: with dropout
     x > 0   -> y > 0            y = x where that holds, or else a·x: a leaky ReLU
     x >= 0  -> y has no sign    for a·x may be too small for float16: -0
 
 But where x is a norm: its backward pass reads what that is a norm of, and makes x again.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +34,14 @@ from jmp_kit.programs._jaxpr import (
 _CALLS = {"jit", "pjit", "custom_jvp_call"}
 
 Uses = Mapping[Var, Sequence[JaxprEqn | None]]
+Maker = Mapping[Var, JaxprEqn]
+
+
+class _Positive(NamedTuple):
+    """Where a value is positive, and else zero."""
+
+    operand: Var  # is positive there
+    kept: frozenset[Var]  # and all of these hold
 
 
 def signs_of_results(
@@ -43,30 +54,108 @@ def signs_of_results(
     """
     uses, normed = uses_of(jaxpr), _normed(jaxpr, flow)
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    eqns: list[JaxprEqn] = []
-    results: set[Var] = set()
-    positive: dict[Var, Var] = {}  # the positive part of each
-    instead: dict[Var, Atom] = {}
-
+    masks: dict[Var, list[JaxprEqn]] = collections.defaultdict(list)  # by what is positive there
     for eqn in jaxpr.eqns:
         if _is_mask(eqn) and all(e and is_late(e) for e in uses[eqn.outvars[0]]):
-            results.update(positive[a] for a in eqn.invars[:1] if a in positive)
-            eqns.append(taking(eqn, positive))
-            continue
+            masks[eqn.invars[0]].append(eqn)
+    eqns: list[JaxprEqn] = []
+    results: set[Var] = set()
+    positive: dict[Var, _Positive] = {}
+    instead: dict[Var, Atom] = {}
+
+    def asked(test: JaxprEqn, operand: Var, result: Var) -> JaxprEqn:
+        """The test, of a result in place of the operand."""
+        results.add(result)
+        [mask] = test.outvars
+        instead[mask] = made = Var(mask.aval)
+        return taking(test, {operand: result}).replace(outvars=[made])
+
+    for eqn in jaxpr.eqns:
         eqns.append(taking(eqn, instead) if is_late(eqn) else eqn)
-        is_stored = any(is_multiplied(v, uses, flow, is_late) for v in eqn.outvars)
-        if not is_stored or not normed.isdisjoint(filter(is_var, eqn.invars)):
+        if is_late(eqn) or not normed.isdisjoint(filter(is_var, eqn.invars)):
             continue
-        mask = _leaky_mask(eqn, maker)
-        if is_positive_part(eqn):
-            positive[eqn.invars[0]] = eqn.outvars[0]
-        elif mask and any(e and is_late(e) for e in uses[mask]):
-            results.update(eqn.outvars)
-            instead[mask] = made = Var(mask.aval)
-            of_result = {maker[mask].invars[0]: eqn.outvars[0]}
-            test = taking(maker[mask], of_result).replace(outvars=[made])
+        if found := _positive(eqn, positive, maker):
+            positive[eqn.outvars[0]] = found
+        if not any(is_multiplied(v, uses, flow, is_late) for v in eqn.outvars):
+            continue
+        [result, *_] = eqn.outvars
+        leaky = _leaky_mask(eqn, maker)
+        if found:
+            for test in masks[found.operand]:
+                chains = [_chain(e, test.outvars[0], maker) for e in uses[test.outvars[0]] if e]
+                if all(found.kept <= chain.keys() for chain in chains):
+                    eqns.append(asked(test, found.operand, result))
+                    # Where the result is positive, it was kept: nobody need remember that.
+                    choices = (chain[kept] for chain in chains for kept in found.kept)
+                    instead |= {e.outvars[0]: e.invars[2] for e in choices if _is_for_one(e, uses)}
+            masks.pop(found.operand, None)
+        elif leaky and any(e and is_late(e) for e in uses[leaky]):
+            test = asked(maker[leaky], maker[leaky].invars[0], result)
             eqns += _has_no_sign(test) if test.primitive.name == "ge" else [test]
-    return jaxpr.replace(eqns=eqns), results
+
+    def is_taken(v: Var) -> bool:
+        return v not in instead or any(e is None or not is_late(e) for e in uses[v])
+
+    left = [e for e in eqns if not e.outvars or any(map(is_taken, e.outvars))]
+    return jaxpr.replace(eqns=left), results
+
+
+def _positive(eqn: JaxprEqn, known: Mapping[Var, _Positive], maker: Maker) -> _Positive | None:
+    """Where what an equation makes is positive, if it is zero elsewhere."""
+    if is_positive_part(eqn):
+        return _Positive(eqn.invars[0], frozenset())
+    if scaled := _scaled(eqn, maker):
+        value, number = scaled
+        return known.get(value) if number > 0 else None
+    if chosen := _kept(eqn, maker):
+        kept, value = chosen
+        found = known.get(value)
+        return found and found._replace(kept=found.kept | {kept})
+    return None
+
+
+def _chain(eqn: JaxprEqn, mask: Var, maker: Maker) -> Mapping[Var, JaxprEqn]:
+    """What a choice by a mask is made of, scaled: other choices, by where they keep it."""
+    found: dict[Var, JaxprEqn] = {}
+    chosen = _kept(eqn, maker)
+    if chosen is None or chosen[0] is not mask:
+        return found
+    _, v = chosen
+    while made := maker.get(v):
+        if chosen := _kept(made, maker):
+            kept, v = chosen
+            found[kept] = made
+        elif scaled := _scaled(made, maker):
+            v, _ = scaled
+        else:
+            break
+    return found
+
+
+def _kept(eqn: JaxprEqn, maker: Maker) -> tuple[Var, Var] | None:
+    """The mask and the value, of a value that is zero where the mask does not hold."""
+    if eqn.primitive.name != "select_n" or len(eqn.invars) != 3:
+        return None
+    mask, other, value = eqn.invars
+    is_choice = is_var(mask) and is_var(value) and _number(other, maker) == 0
+    return (mask, value) if is_choice else None
+
+
+def _scaled(eqn: JaxprEqn, maker: Maker) -> tuple[Var, float] | None:
+    """What is multiplied or divided by a number in the program, and that number."""
+    if eqn.primitive.name not in ("mul", "div"):
+        return None
+    pairs = [(eqn.invars[0], eqn.invars[1])]
+    pairs += [pairs[0][::-1]] if eqn.primitive.name == "mul" else []
+    for value, other in pairs:
+        number = _number(other, maker)
+        if is_var(value) and number is not None:
+            return value, number
+    return None
+
+
+def _is_for_one(eqn: JaxprEqn, uses: Uses) -> bool:
+    return [len(uses[v]) for v in eqn.outvars] == [1]
 
 
 def _has_no_sign(test: JaxprEqn) -> Iterable[JaxprEqn]:
@@ -93,7 +182,7 @@ def _normed(jaxpr: Jaxpr, flow: Flow) -> set[Var]:
     return found
 
 
-def _leaky_mask(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Var | None:
+def _leaky_mask(eqn: JaxprEqn, maker: Maker) -> Var | None:
     """Where the operand of a leaky ReLU is positive, if it is one. Its result is of that sign."""
     is_of_two = eqn.primitive.name == "select_n" and len(eqn.invars) == 3
     if not is_of_two or not all(map(is_var, eqn.invars)):
@@ -107,13 +196,16 @@ def _leaky_mask(eqn: JaxprEqn, maker: Mapping[Var, JaxprEqn]) -> Var | None:
     return mask if is_leaky and _is_mask(test, ("gt", "ge")) else None
 
 
-def _number(atom: Atom, maker: Mapping[Var, JaxprEqn]) -> float | None:
-    """A number in the program, of whatever dtype."""
+def _number(atom: Atom, maker: Maker) -> float | None:
+    """A number in the program, of whatever dtype, or many of it."""
     if not is_var(atom):
         return float(atom.val) if atom.aval.shape == () else None
     eqn = maker.get(atom)
-    is_cast = eqn is not None and eqn.primitive.name == "convert_element_type"
-    return _number(eqn.invars[0], maker) if eqn is not None and is_cast else None
+    is_moved = eqn is not None and eqn.primitive.name in (
+        "convert_element_type",
+        "broadcast_in_dim",
+    )
+    return _number(eqn.invars[0], maker) if eqn is not None and is_moved else None
 
 
 def _is_mask(eqn: JaxprEqn, names: Sequence[str] = ("gt",)) -> bool:

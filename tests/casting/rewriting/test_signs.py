@@ -61,6 +61,66 @@ def test_a_relu_asks_for_the_sign_of_its_result_but_of_a_norm():
     assert str(after) == str(before)
 
 
+KEPT = jax.random.bernoulli(jax.random.key(0), 0.9, (32, 64))
+
+
+def dropped(z, kept=KEPT):
+    return jnp.where(kept, z / 0.9, 0)
+
+
+DROPPED = {
+    "dropout": lambda z: dropped(jax.nn.relu(z)),
+    "twice": lambda z: dropped(2 * dropped(jax.nn.relu(z)), KEPT[::-1]),
+    "scaled": lambda z: 0.5 * dropped(jax.nn.relu(z) * 3),
+}
+
+
+def choices(closed):
+    jaxpr, _ = opened(closed)
+    return [e for e in jaxpr.eqns if e.primitive.name == "select_n" and is_late(e)]
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_what_is_positive_behind_a_dropout_was_kept(name):
+    """So the backward pass takes the result of both alone, and chooses once."""
+    after, before = rewritten(weighted(DROPPED[name]), signs_of_results)
+    assert len(choices(after)) == 1 < len(choices(before))
+    assert not any(e.primitive.name == "gt" and is_late(e) for e in opened(after)[0].eqns)
+    assert_same(after, before)
+
+
+NOT_DROPPED = {
+    "turned round": lambda z: dropped(-jax.nn.relu(z)),
+    "another value": lambda z: jnp.where(KEPT, jax.nn.relu(z), 1),
+    "the other way": lambda z: jnp.where(KEPT, 0, jax.nn.relu(z)),
+    "scaled by each": lambda z: dropped(jax.nn.relu(z)) * jnp.linspace(-1, 1, 64),
+    "taken by others": lambda z: (dropped(y := jax.nn.relu(z)), jnp.sin(y)),
+    "a norm": lambda z: dropped(jax.nn.relu(z / z.std(-1, keepdims=True))),
+}
+
+
+@pytest.mark.parametrize("name", NOT_DROPPED)
+def test_what_is_not_of_the_sign_is_left_alone(name):
+    after, before = rewritten(weighted(NOT_DROPPED[name]), signs_of_results)
+    assert str(after) == str(before)
+
+
+def test_a_dropout_of_a_relu_keeps_its_result_alone():
+    """Neither what the product gave, nor what was kept."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    shapes = (64, 128), (128, 64), (32, 64)
+    *params, x = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+    def loss_fn(params, key, x):
+        kept = jax.random.bernoulli(key, 0.9, (32, 128))
+        y = dropped(jax.nn.relu(x @ params[0]), kept) @ params[1]
+        return jnp.mean(jnp.tanh(y) ** 2)
+
+    args = params, jax.random.key(0), x
+    found = jmp_kit.numerics.plan(jax.grad(loss_fn), "mixed_bfloat16", *args)
+    assert found.kept == 2 * (32 * 128 + 32 * 64)
+
+
 def test_the_sign_of_a_result_that_is_too_small_for_float16():
     """A hundredth of it is -0 there."""
     keys = jax.random.split(jax.random.key(0), 3)
