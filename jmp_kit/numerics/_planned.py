@@ -9,7 +9,14 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_kit._dtypes import FLOAT8
 from jmp_kit.casting import Barrier, Call, Part, Plan, why_half
 from jmp_kit.numerics._sources import source_of
-from jmp_kit.programs import is_backward, is_float32, is_var, names_in, stack_of
+from jmp_kit.programs import (
+    every_equation,
+    is_backward,
+    is_float32,
+    is_var,
+    names_in,
+    stack_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,22 +32,42 @@ class PlannedPart:
     backward: bool
 
 
-def parts_of(
-    plan: Plan, in_float8: bool, calls: tuple[JaxprEqn, ...] = ()
-) -> Iterator[PlannedPart]:
+def parts_of(plan: Plan, in_float8: bool) -> Iterator[PlannedPart]:
     """Every part, however deep, in order.
 
     Args:
       in_float8: whether large products are in float8, so that the others have a reason.
     """
-    taken = _taken_late(plan, calls)
+    return _parts(plan, in_float8, (), set(), _holds_backward_pass(plan))
+
+
+def _holds_backward_pass(plan: Plan) -> bool:
+    return any(is_backward(stack_of(e, calls)) for e, calls in every_equation(plan.jaxpr))
+
+
+def _parts(
+    plan: Plan,
+    in_float8: bool,
+    calls: tuple[JaxprEqn, ...],
+    given: set[Var],
+    is_gradient: bool,
+) -> Iterator[PlannedPart]:
+    """Every part inside these calls.
+
+    Args:
+      given: of what the calls give, what the backward pass takes.
+      is_gradient: whether the backward pass is there, and not yet to be made by JAX.
+    """
+    taken = given | _taken_late(plan, calls, is_gradient)
     for step in plan.steps:
         match step:
             case Part():
                 yield _row(step, calls, taken, in_float8)
             case Call(eqn, bodies):
-                for _, body in bodies:
-                    yield from parts_of(body, in_float8, (*calls, eqn))
+                for body, inside in bodies:
+                    results = zip(inside.jaxpr.outvars, body.outputs, strict=False)
+                    wanted = {v for v, i in results if is_var(v) and eqn.outvars[i] in taken}
+                    yield from _parts(inside, in_float8, (*calls, eqn), wanted, is_gradient)
 
 
 def _row(part: Part, calls: tuple[JaxprEqn, ...], taken: set[Var], in_float8: bool) -> PlannedPart:
@@ -73,7 +100,7 @@ def _nbytes(v: Var, is_half: bool) -> int:
     return int(v.aval.size) * (2 if is_half else v.aval.dtype.itemsize)
 
 
-def _taken_late(plan: Plan, calls: tuple[JaxprEqn, ...]) -> set[Var]:
+def _taken_late(plan: Plan, calls: tuple[JaxprEqn, ...], is_gradient: bool) -> set[Var]:
     """What the backward pass takes; of a program without one, what it would."""
     late: set[Var] = set()
     for step in plan.steps:
@@ -83,8 +110,9 @@ def _taken_late(plan: Plan, calls: tuple[JaxprEqn, ...]) -> set[Var]:
             case Part():
                 eqns = [e for piece in step.segment for e in piece.eqns]
                 eqns += [e for e, _ in step.products]
-                is_late = step.saveable or any(is_backward(stack_of(e, calls)) for e in eqns)
-                late |= _operands(eqns) if is_late else set()
+                is_late = any(is_backward(stack_of(e, calls)) for e in eqns)
+                would_be = step.saveable and not is_gradient
+                late |= _operands(eqns) if is_late or would_be else set()
             case Call(eqn):
                 late |= _operands([eqn]) if is_backward(stack_of(eqn, calls)) else set()
     return late

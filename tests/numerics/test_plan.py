@@ -109,6 +109,22 @@ def test_parts_of_a_gradient():
     assert all(p.products == ("dot_general bfloat16",) * len(p.products) for p in found.parts)
 
 
+def test_what_the_forward_pass_alone_takes_is_not_kept():
+    """Of a scan of layers, what each round takes, and what its first product gives."""
+
+    def scanned(params, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w) @ w + x @ w, None
+
+        return jnp.mean(jax.lax.scan(layer, x @ params[0], params)[0] ** 2)
+
+    params, x = jnp.ones((4, 64, 64)), jnp.ones((32, 64))
+    found = numerics.plan(jax.grad(scanned), "mixed_bfloat16", params, x)
+    assert found.kept == 2 * (2 * 32 * 64)
+    # JAX's backward pass, of the loss alone, takes what products take.
+    assert numerics.plan(scanned, "mixed_bfloat16", params, x).kept > 0
+
+
 def test_parts_of_a_loss_and_of_a_loop():
     """What a backward pass would take that JAX makes; what is inside a loop, once."""
     found = numerics.plan(loss_fn, "mixed_bfloat16", PARAMS, X)
