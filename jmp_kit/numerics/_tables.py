@@ -82,8 +82,8 @@ def shortened(text: str, length: int) -> str:
 def count(number: float) -> str:
     """In three digits, before a unit: "1.23 G"."""
     for prefix in ("", "k", "M", "G", "T"):
-        if number < 1000:
-            return f"{number:.3g} {prefix}"
+        if float(digits := f"{number:.3g}") < 1000:
+            return f"{digits} {prefix}"
         number /= 1000
     return f"{number:.3g} P"
 

@@ -51,9 +51,10 @@ def test_nothing_and_all_are_said_of_nothing_and_all(share, text):
 
 
 def test_counts():
-    assert [count(n) for n in (0, 999, 1e3, 2.5e12, 3e15, 4e18)] == [
+    assert [count(n) for n in (0, 999, 999.8, 1e3, 2.5e12, 3e15, 4e18)] == [
         "0 ",
         "999 ",
+        "1 k",
         "1 k",
         "2.5 T",
         "3 P",
