@@ -62,6 +62,7 @@ def signs_of_results(
     results: set[Var] = set()
     positive: dict[Var, _Positive] = {}
     instead: dict[Var, Atom] = {}
+    in_place: dict[int, JaxprEqn] = {}  # of tests of the backward pass itself
 
     def asked(test: JaxprEqn, operand: Var, result: Var) -> JaxprEqn:
         """The test, of a result in place of the operand."""
@@ -71,7 +72,7 @@ def signs_of_results(
         return taking(test, {operand: result}).replace(outvars=[made])
 
     for eqn in jaxpr.eqns:
-        eqns.append(taking(eqn, instead) if is_late(eqn) else eqn)
+        eqns.append(taking(in_place.get(id(eqn), eqn), instead) if is_late(eqn) else eqn)
         if is_late(eqn) or not normed.isdisjoint(filter(is_var, eqn.invars)):
             continue
         if found := _positive(eqn, positive, maker):
@@ -81,14 +82,18 @@ def signs_of_results(
         [result, *_] = eqn.outvars
         leaky = _leaky_mask(eqn, maker)
         if found:
-            for test in masks[found.operand]:
-                chains = [_chain(e, test.outvars[0], maker) for e in uses[test.outvars[0]] if e]
-                if all(found.kept <= chain.keys() for chain in chains):
+            for test in masks.pop(found.operand, ()):
+                chains = [_chain(e, test.outvars[0], maker, uses) for e in uses[test.outvars[0]]]
+                if not all(found.kept <= chain.keys() for chain in chains):
+                    continue
+                if is_late(test):
+                    results.add(result)
+                    in_place[id(test)] = taking(test, {found.operand: result})
+                else:
                     eqns.append(asked(test, found.operand, result))
-                    # Where the result is positive, it was kept: nobody need remember that.
-                    choices = (chain[kept] for chain in chains for kept in found.kept)
-                    instead |= {e.outvars[0]: e.invars[2] for e in choices if _is_for_one(e, uses)}
-            masks.pop(found.operand, None)
+                # Where the result is positive, it was kept: nobody need remember that.
+                choices = (chain[kept] for chain in chains for kept in found.kept)
+                instead |= {e.outvars[0]: e.invars[2] for e in choices}
         elif leaky and any(e and is_late(e) for e in uses[leaky]):
             test = asked(maker[leaky], maker[leaky].invars[0], result)
             eqns += _has_no_sign(test) if test.primitive.name == "ge" else [test]
@@ -114,14 +119,15 @@ def _positive(eqn: JaxprEqn, known: Mapping[Var, _Positive], maker: Maker) -> _P
     return None
 
 
-def _chain(eqn: JaxprEqn, mask: Var, maker: Maker) -> Mapping[Var, JaxprEqn]:
-    """What a choice by a mask is made of, scaled: other choices, by where they keep it."""
+def _chain(eqn: JaxprEqn | None, mask: Var, maker: Maker, uses: Uses) -> Mapping[Var, JaxprEqn]:
+    """What a choice by a mask is made of, scaled, for it alone: others, by where they keep it."""
     found: dict[Var, JaxprEqn] = {}
-    chosen = _kept(eqn, maker)
+    chosen = _kept(eqn, maker) if eqn else None
     if chosen is None or chosen[0] is not mask:
         return found
     _, v = chosen
-    while made := maker.get(v):
+    while v in maker and len(uses[v]) == 1:
+        made = maker[v]
         if chosen := _kept(made, maker):
             kept, v = chosen
             found[kept] = made
@@ -152,10 +158,6 @@ def _scaled(eqn: JaxprEqn, maker: Maker) -> tuple[Var, float] | None:
         if is_var(value) and number is not None:
             return value, number
     return None
-
-
-def _is_for_one(eqn: JaxprEqn, uses: Uses) -> bool:
-    return [len(uses[v]) for v in eqn.outvars] == [1]
 
 
 def _has_no_sign(test: JaxprEqn) -> Iterable[JaxprEqn]:
@@ -201,11 +203,9 @@ def _number(atom: Atom, maker: Maker) -> float | None:
     if not is_var(atom):
         return float(atom.val) if atom.aval.shape == () else None
     eqn = maker.get(atom)
-    is_moved = eqn is not None and eqn.primitive.name in (
-        "convert_element_type",
-        "broadcast_in_dim",
-    )
-    return _number(eqn.invars[0], maker) if eqn is not None and is_moved else None
+    if eqn is None or eqn.primitive.name not in ("convert_element_type", "broadcast_in_dim"):
+        return None
+    return _number(eqn.invars[0], maker)
 
 
 def _is_mask(eqn: JaxprEqn, names: Sequence[str] = ("gt",)) -> bool:
