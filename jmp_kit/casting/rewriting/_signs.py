@@ -41,7 +41,8 @@ class _Positive(NamedTuple):
     """Where a value is positive, and else zero."""
 
     operand: Var  # is positive there
-    kept: frozenset[Var]  # and all of these hold
+    kept: frozenset[Var] = frozenset()  # and all of these hold
+    factor: float = 1.0  # of the operand; of a smaller one, half may make zero
 
 
 def signs_of_results(
@@ -81,7 +82,7 @@ def signs_of_results(
             continue
         [result, *_] = eqn.outvars
         leaky = _leaky_mask(eqn, maker)
-        if found:
+        if found and found.factor >= 1:
             for test in masks.pop(found.operand, ()):
                 chains = [_chain(e, test.outvars[0], maker, uses) for e in uses[test.outvars[0]]]
                 if not all(found.kept <= chain.keys() for chain in chains):
@@ -108,10 +109,11 @@ def signs_of_results(
 def _positive(eqn: JaxprEqn, known: Mapping[Var, _Positive], maker: Maker) -> _Positive | None:
     """Where what an equation makes is positive, if it is zero elsewhere."""
     if is_positive_part(eqn):
-        return _Positive(eqn.invars[0], frozenset())
+        return _Positive(eqn.invars[0])
     if scaled := _scaled(eqn, maker):
-        value, number = scaled
-        return known.get(value) if number > 0 else None
+        value, factor = scaled
+        found = known.get(value)
+        return found._replace(factor=found.factor * factor) if found and factor > 0 else None
     if chosen := _kept(eqn, maker):
         kept, value = chosen
         found = known.get(value)
@@ -148,15 +150,14 @@ def _kept(eqn: JaxprEqn, maker: Maker) -> tuple[Var, Var] | None:
 
 
 def _scaled(eqn: JaxprEqn, maker: Maker) -> tuple[Var, float] | None:
-    """What is multiplied or divided by a number in the program, and that number."""
+    """What is multiplied or divided by a number in the program, and the factor."""
     if eqn.primitive.name not in ("mul", "div"):
         return None
-    pairs = [(eqn.invars[0], eqn.invars[1])]
-    pairs += [pairs[0][::-1]] if eqn.primitive.name == "mul" else []
-    for value, other in pairs:
+    [first, second], is_divided = eqn.invars, eqn.primitive.name == "div"
+    for value, other in [(first, second)] if is_divided else [(first, second), (second, first)]:
         number = _number(other, maker)
-        if is_var(value) and number is not None:
-            return value, number
+        if is_var(value) and number is not None and (number or not is_divided):
+            return value, 1 / number if is_divided else number
     return None
 
 
@@ -191,10 +192,10 @@ def _leaky_mask(eqn: JaxprEqn, maker: Maker) -> Var | None:
         return None
     mask, negative, x = eqn.invars
     scale, test = maker.get(negative), maker.get(mask)
-    if scale is None or test is None or scale.primitive.name != "mul" or test.invars[0] is not x:
+    if scale is None or test is None or test.invars[0] is not x:
         return None
-    slopes = [_number(a, maker) for a in scale.invars if a is not x]
-    is_leaky = len(slopes) == 1 and slopes[0] is not None and slopes[0] > 0
+    scaled = _scaled(scale, maker)
+    is_leaky = scaled is not None and scaled[0] is x and scaled[1] > 0
     return mask if is_leaky and _is_mask(test, ("gt", "ge")) else None
 
 

@@ -129,6 +129,7 @@ def test_a_backward_pass_of_ones_own_asks_the_result_in_its_place(name):
 
 NOT_DROPPED = {
     "a cotangent that others take": shared_cotangent,
+    "smaller than its operand": lambda z: 0.5 * dropped(jax.nn.relu(z)),
     "turned round": lambda z: dropped(-jax.nn.relu(z)),
     "another value": lambda z: jnp.where(KEPT, jax.nn.relu(z), 1),
     "the other way": lambda z: jnp.where(KEPT, 0, jax.nn.relu(z)),
@@ -160,11 +161,17 @@ def test_a_dropout_of_a_relu_keeps_its_result_alone():
     assert found.kept == 2 * (32 * 128 + 32 * 64)
 
 
-def test_the_sign_of_a_result_that_is_too_small_for_float16():
-    """A hundredth of it is -0 there."""
+def small():
+    """Parameters of two products, and what they multiply."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (64, 64), (64, 16), (32, 64)
     *params, x = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return params, x
+
+
+def test_the_sign_of_a_result_that_is_too_small_for_float16():
+    """A hundredth of it is -0 there."""
+    params, x = small()
 
     def loss_fn(params, x):
         y = jax.nn.leaky_relu(1e-4 * (x @ params[0]))
@@ -174,3 +181,16 @@ def test_the_sign_of_a_result_that_is_too_small_for_float16():
     found = jax.jit(jmp_kit.grad(half, jmp_kit.StaticLossScale(2.0**15)))(params, x)
     for gradient, wanted in zip(found, jax.grad(loss_fn)(params, x), strict=True):
         assert distance(gradient, wanted) < 5e-3
+
+
+@pytest.mark.parametrize("scaled", [lambda z: 1e-4 * z, lambda z: z / 1e4])
+def test_a_result_that_float16_makes_zero_of_is_not_asked(scaled):
+    params, x = small()
+
+    def loss_fn(params, x):
+        return 1e-2 * (scaled(jax.nn.relu(1e-4 * (x @ params[0]))) @ params[1]).sum()
+
+    half = jmp_kit.autocast(loss_fn, "mixed_float16")
+    found, _ = jax.jit(jmp_kit.grad(half, jmp_kit.StaticLossScale(2.0**15)))(params, x)
+    wanted, _ = jax.grad(loss_fn)(params, x)  # the other takes what is zero
+    assert distance(found, wanted) < 5e-3
