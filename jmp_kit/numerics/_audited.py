@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jmp_kit.numerics._tables import Cells, count, of_layers, percent, table
+from jmp_kit.numerics._tables import Cells, count, of_layers, pass_of, percent, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _transfers_table(transfers: Iterable[Transfer]) -> str:
 def _table(unit: str, rows: Iterable[tuple[int, str, Product | Convert | Transfer]]) -> str:
     """A row for each kind: the same line, path, dtypes and pass; layers that are alike are one."""
     kinds = (
-        ((found.source, "backward" if found.backward else "forward", dtypes), found.path, number)
+        ((found.source, pass_of(found.backward), dtypes), found.path, number)
         for number, dtypes, found in rows
     )
     cells: list[Cells] = [(unit, "times", "source", "pass", "dtypes", "path")]

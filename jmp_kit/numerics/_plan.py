@@ -12,7 +12,7 @@ from jmp_kit._policy import Policy, policy_to_compute
 from jmp_kit.casting import Stored, plans_of
 from jmp_kit.numerics._planned import PlannedPart, parts_of
 from jmp_kit.numerics._sources import source_of
-from jmp_kit.numerics._tables import Cells, count, of_layers, table
+from jmp_kit.numerics._tables import Cells, count, of_layers, pass_of, table
 from jmp_kit.programs import is_backward, names_in, stack_of
 
 
@@ -78,7 +78,7 @@ class Plan:
             ("pass", "times", "products", "kernels before", "kept", "again", "line", "path")
         ]
         for (which, products, passes, source), path, parts in of_layers(rows):
-            kept, again = (sum(p.kept for p in parts), sum(p.again for p in parts))
+            kept, again = sum(p.kept for p in parts), sum(p.again for p in parts)
             numbers = f"{count(kept)}B" if kept else "", str(again or "")
             cells.append((which, str(len(parts)), products, passes, *numbers, source, path))
         return cells
@@ -97,8 +97,7 @@ def _told_of_value(value: StoredValue) -> Cells:
 def _told_of_part(part: PlannedPart) -> Cells:
     names = collections.Counter(part.products).items()
     products = ", ".join(f"{n} × {name}" if n > 1 else name for name, n in names)
-    which = "backward" if part.backward else "forward"
-    return which, products, str(part.passes), part.source
+    return pass_of(part.backward), products, str(part.passes), part.source
 
 
 def plan(

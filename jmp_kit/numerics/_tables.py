@@ -63,7 +63,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def _listed(numbers: Iterable[int]) -> str:
-    """ "{0..3,5}", as shells expand it, or nearly so."""
+    """As shells expand them, or nearly so: {0..3,5}."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
@@ -72,6 +72,11 @@ def _listed(numbers: Iterable[int]) -> str:
             runs.append([number])
     ends = (f"{run[0]}..{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"{{{','.join(ends)}}}"
+
+
+def pass_of(backward: bool) -> str:
+    """As tables name it."""
+    return "backward" if backward else "forward"
 
 
 def shortened(text: str, length: int) -> str:

@@ -20,7 +20,7 @@ from jmp_kit.numerics._hlo import (
     root_of,
 )
 from jmp_kit.numerics._lowered import AROUND, device_of, path_of
-from jmp_kit.numerics._tables import Cells, count, of_layers, percent, table
+from jmp_kit.numerics._tables import Cells, count, of_layers, pass_of, percent, table
 from jmp_kit.numerics._targets import compiled
 from jmp_kit.programs import is_backward
 
@@ -72,8 +72,7 @@ class Traffic:
             f"float32 activations are {count(self.wide)}B of what they write:"
         )
         kinds = of_layers(
-            ((k.source, "backward" if k.backward else "forward", k.dtype), k.path, k)
-            for k in self.kernels
+            ((k.source, pass_of(k.backward), k.dtype), k.path, k) for k in self.kernels
         )
         kinds.sort(key=lambda kind: -_bytes_of(kind[-1]))
         rows: list[Cells] = [
