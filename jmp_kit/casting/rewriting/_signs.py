@@ -22,6 +22,7 @@ from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import (
     Atom,
     equations_of,
+    is_complex,
     is_float32,
     is_var,
     is_zero,
@@ -200,9 +201,9 @@ def _leaky_mask(eqn: JaxprEqn, maker: Maker) -> Var | None:
 
 
 def _number(atom: Atom, maker: Maker) -> float | None:
-    """A number in the program, of whatever dtype, or many of it."""
+    """A real number in the program, of whatever dtype, or many of it."""
     if not is_var(atom):
-        return float(atom.val) if atom.aval.shape == () else None
+        return float(atom.val) if atom.aval.shape == () and not is_complex(atom) else None
     eqn = maker.get(atom)
     if eqn is None or eqn.primitive.name not in ("convert_element_type", "broadcast_in_dim"):
         return None
