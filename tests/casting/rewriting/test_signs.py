@@ -130,7 +130,7 @@ def test_a_backward_pass_of_ones_own_asks_the_result_in_its_place(name):
 NOT_DROPPED = {
     "a cotangent that others take": shared_cotangent,
     "smaller than its operand": lambda z: 0.5 * dropped(jax.nn.relu(z)),
-    "a complex number": lambda z: jnp.real(jax.nn.relu(z) * 1j),
+    "a complex number": lambda z: jnp.real(jax.nn.relu(z).astype(jnp.complex64) * (1 + 1j)),
     "turned round": lambda z: dropped(-jax.nn.relu(z)),
     "another value": lambda z: jnp.where(KEPT, jax.nn.relu(z), 1),
     "the other way": lambda z: jnp.where(KEPT, 0, jax.nn.relu(z)),
