@@ -1,10 +1,10 @@
 """Reading JAX programs, for those that rewrite them and for those that look at them.
 
 `_jaxpr` knows how JAX's versions differ and cuts pieces out of a jaxpr; `_flow` what is inside an
-equation, what depends on a product and what reaches one; `_axes` what equations do to axes;
-`_marks` the names around an equation and those that say what it computes in; `_arguments` which of
-a function's arguments are arrays, and their paths; `_rules` which products a path names; `_paths`
-shows them.
+equation, what depends on a product and what reaches one; `_once` has what was found in a jaxpr;
+`_axes` what equations do to axes; `_marks` the names around an equation and those that say what it
+computes in; `_arguments` which of a function's arguments are arrays, and their paths; `_rules`
+which products a path names; `_paths` shows them.
 """
 
 from jmp_kit.programs._arguments import eval_shape as eval_shape

@@ -1,7 +1,7 @@
 """Which values of a program depend on a product, and from which a product can be reached."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jmp_kit.programs._jaxpr import (
     subjaxprs,
 )
 from jmp_kit.programs._marks import is_in_full_precision
+from jmp_kit.programs._once import walked_once
 
 # By name, because JAX does not export all of them.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -104,9 +105,12 @@ class Flow:
 
     def holds_product(self, eqn: JaxprEqn) -> bool:
         """Whether there is a product in a jaxpr inside the equation, however deep."""
-        inside = (inner for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns)
-        is_there = any(self.is_product(inner) or self.holds_product(inner) for inner in inside)
+        is_there = any(map(self._has_product, subjaxprs(eqn)))
         return is_there and (self.every or not (is_in_full_precision(eqn) or is_kernel(eqn)))
+
+    @walked_once
+    def _has_product(self, jaxpr: Jaxpr) -> bool:
+        return any(self.is_product(eqn) or self.holds_product(eqn) for eqn in jaxpr.eqns)
 
     def is_call(self, eqn: JaxprEqn) -> bool:
         """Whether it is planned by what is inside: it holds a product, or is a scan.
@@ -120,7 +124,8 @@ class Flow:
         """Whether it ends a segment and its operands are kept: a product, or a kernel of half."""
         return self.is_product(eqn) or (_is_half_kernel(eqn) and not self.holds_product(eqn))
 
-    def depending(self, jaxpr: Jaxpr, inputs: Sequence[bool]) -> set[Var]:
+    @walked_once
+    def depending(self, jaxpr: Jaxpr, inputs: Sequence[bool]) -> Set[Var]:
         """The variables that depend on a product, if these of its inputs do."""
         marked = {var for var, flag in zip(jaxpr.invars, inputs, strict=True) if flag}
         for eqn in jaxpr.eqns:
@@ -136,7 +141,8 @@ class Flow:
             marked |= {var for var, flag in zip(eqn.outvars, results, strict=True) if flag}
         return marked
 
-    def reaching(self, jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Var]:
+    @walked_once
+    def reaching(self, jaxpr: Jaxpr, outputs: Sequence[bool]) -> Set[Var]:
         """The variables from which a product can be reached, if from these outputs it can."""
         marked = {
             atom for atom, flag in zip(jaxpr.outvars, outputs, strict=True) if flag and is_var(atom)
@@ -242,7 +248,7 @@ def is_kernel(eqn: JaxprEqn) -> bool:
 
 
 def _is_half_kernel(eqn: JaxprEqn) -> bool:
-    return any(name.startswith(KERNELS) for name in names_within(eqn)) and _takes_halves(eqn)
+    return _takes_halves(eqn) and any(name.startswith(KERNELS) for name in names_within(eqn))
 
 
 def _takes_halves(eqn: JaxprEqn) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jmp_kit.casting.evaluating._custom_derivatives import custom_jvp, custom_vjp
 from jmp_kit.casting.evaluating._site import Site
@@ -75,16 +76,18 @@ def _custom_vmap(site: Site) -> Sequence[Any]:
 
 def _cond(site: Site) -> Sequence[Any]:
     index, *operands = site.operands
-    branches = [site.inside(i) for i in range(len(site.call.bodies))]
-    natural = zip(*(jax.eval_shape(branch, *operands) for branch in branches), strict=True)
+    inside = [site.inside(i) for i in range(len(site.call.bodies))]
+    # Traced once: what is two branches deep would be evaluated four times.
+    branches = [jax.make_jaxpr(branch)(*operands) for branch in inside]
+    natural = zip(*(branch.out_avals for branch in branches), strict=True)
     # Half where every branch gives half, else as traced.
     dtypes = [
         found[0].dtype if len({x.dtype for x in found}) == 1 else var.aval.dtype
         for found, var in zip(natural, site.eqn.outvars, strict=True)
     ]
 
-    def agreeing(branch: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        return lambda *args: settled(branch(*args), dtypes)
+    def agreeing(branch: ClosedJaxpr) -> Callable[..., list[Any]]:
+        return lambda *args: settled(jaxpr_as_fun(branch)(*args), dtypes)
 
     return lax.switch(index, [agreeing(branch) for branch in branches], *operands)
 

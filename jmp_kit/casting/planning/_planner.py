@@ -130,7 +130,7 @@ class Planner:
                 yield from self._parts(program, head, there)
                 yield from self._parts(program, [*rest, *products], there)
                 return
-        closing = program.reaching.intersection(results)
+        closing = [v for v in results if v in program.reaching]
         # JAX's checkpoint cannot keep what is complex, the result of an FFT say.
         once = self.once or any(acts(e) or any(map(is_complex, e.outvars)) for e in moving)
         is_repeated = bool(products or closing) and not is_linear(segment) and not once

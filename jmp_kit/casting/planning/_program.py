@@ -1,6 +1,6 @@
 """A program as the planner reads it: which values depend on products, reach them, are state."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +25,10 @@ class Program(NamedTuple):
     jaxpr: Jaxpr
     flow: Flow
     half: np.dtype  # of products without a mark
-    depending: set[Var]  # on a product
+    depending: Set[Var]  # on a product
     constant: set[Var]  # made of numbers in the program
     filled: Mapping[Var, JaxprEqn]  # with one number, and what fills it
-    reaching: set[Var]  # a product
+    reaching: Set[Var]  # a product
     origins: Mapping[Var, Origins]  # of what it is an update
     products: Mapping[Var, JaxprEqn]  # by what they give
     convolved: Mapping[Var, list[JaxprEqn]]  # what a convolution's kernel may add, by what it gives
@@ -93,10 +93,7 @@ def read(
       closed: the integers that it closes over.
     """
     depending = flow.depending(jaxpr, known.depends)
-    origins = states.origins(jaxpr, known.origins, depending)
-    mirrored = states.mirrored(jaxpr, origins, depending)
-    if mirrored.shapes != states.shapes:
-        origins = mirrored.origins(jaxpr, known.origins, depending)
+    mirrored = states.mirrored(jaxpr, known.origins, known.depends)
     constant, uses = constants_of(jaxpr.eqns), uses_of(jaxpr)
     reaching = flow.reaching(jaxpr, known.reaches)
     products = {v: e for e in jaxpr.eqns if flow.is_product(e) for v in e.outvars}
@@ -109,14 +106,14 @@ def read(
         constant=constant,
         filled={e.outvars[0]: e for e in jaxpr.eqns if _fills(e)},
         reaching=reaching,
-        origins=origins,
+        origins=mirrored.origins(jaxpr, known.origins, known.depends),
         products=products,
         convolved=convolved(jaxpr.eqns, in_half, uses, depending.__contains__),
         scattered={v for e in jaxpr.eqns if scatters(e) for v in e.outvars},
         begun=begun(jaxpr.eqns, constant, reaching, uses),
         put=put(jaxpr, closed),
         compared=compared(jaxpr.eqns),
-        whole=mirrored.whole(jaxpr, known.whole, origins, depending),
+        whole=mirrored.whole(jaxpr, known.whole, known.origins, known.depends),
         taken=flow.taken_by_others(jaxpr),
         costly=costly(jaxpr, flow),
         summed=summed(jaxpr, flow),

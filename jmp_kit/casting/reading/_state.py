@@ -21,6 +21,7 @@ from jmp_kit.casting.reading._worth import is_costly
 from jmp_kit.programs._flow import PAIRED, SUMS, Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import is_float32, is_var, scan_counts, shape_of, size_of
 from jmp_kit.programs._marks import is_backward, is_differentiated, stack_of
+from jmp_kit.programs._once import walked_once
 
 # What a value is an update of, as the bits of an integer. STATE: of state from outside. LOOKED_UP:
 # of rows of a table, with which an activation begins. UNIFORM: of one constant, broadcast, such as
@@ -63,9 +64,11 @@ class States:
     stepping: bool = False
 
     def mirrored(
-        self, jaxpr: Jaxpr, origins: Mapping[Var, Origins], depending: set[Var]
+        self, jaxpr: Jaxpr, inputs: Sequence[Origins], depends: Sequence[bool]
     ) -> "States":
         """The analysis for a program that holds its backward pass, and of what is called in it."""
+        depending = self.flow.depending(jaxpr, depends)
+        origins = self.origins(jaxpr, inputs, depends)
         state = [v for v in depending if origins.get(v, 0) & STATE and is_float32(v)]
         forward = [e for e in jaxpr.eqns if not is_backward(stack_of(e))] if state else jaxpr.eqns
         if len(forward) == len(jaxpr.eqns):
@@ -92,15 +95,17 @@ class States:
                     found.update(eqn.outvars)
         return found
 
+    @walked_once
     def origins(
-        self, jaxpr: Jaxpr, inputs: Sequence[Origins], depending: set[Var]
-    ) -> dict[Var, Origins]:
+        self, jaxpr: Jaxpr, inputs: Sequence[Origins], depends: Sequence[bool]
+    ) -> Mapping[Var, Origins]:
         """What each variable is an update of.
 
         Args:
           inputs: what each argument is an update of.
-          depending: the variables that depend on a product.
+          depends: of each argument, whether it depends on a product.
         """
+        depending = self.flow.depending(jaxpr, depends)
         found = dict(zip(jaxpr.invars, inputs, strict=True))
         found |= dict.fromkeys(jaxpr.constvars, STATE)
         for eqn in jaxpr.eqns:
@@ -141,16 +146,13 @@ class States:
             results.append(found & ~UNIFORM)
         return results
 
-    def _depending(self, body: Body, depends: Sequence[bool]) -> set[Var]:
-        return self.flow.depending(body.jaxpr, self.flow.body_inputs(body, depends))
-
     def _called(
         self, eqn: JaxprEqn, operands: Sequence[Origins], depends: Sequence[bool]
     ) -> list[Origins]:
         results = [0] * len(eqn.outvars)
         for body in bodies_of(eqn):
             inputs = self.body_inputs(eqn, body, operands, depends)
-            found = self.origins(body.jaxpr, inputs, self._depending(body, depends))
+            found = self.origins(body.jaxpr, inputs, self.flow.body_inputs(body, depends))
             for atom, i in zip(body.jaxpr.outvars, body.outputs, strict=False):
                 results[i] |= found.get(atom, 0) if is_var(atom) else 0
         return results
@@ -172,7 +174,7 @@ class States:
 
         bits = {variable: VARIABLE << n for n, variable in enumerate(variables)}
         alone = [bits.get(i, 0) for i in range(len(inputs))]
-        found = self.origins(body.jaxpr, alone, self._depending(body, depends))
+        found = self.origins(body.jaxpr, alone, self.flow.body_inputs(body, depends))
         from_ = [found.get(a, 0) if is_var(a) else 0 for a in results]
         unchanged = [body.jaxpr.invars[i] is a for a, i in zip(results, variables, strict=True)]
         from_ = [0 if same else o for o, same in zip(from_, unchanged, strict=True)]
@@ -241,8 +243,8 @@ class States:
         self,
         jaxpr: Jaxpr,
         outputs: Sequence[bool],
-        origins: Mapping[Var, Origins],
-        depending: set[Var],
+        inputs: Sequence[Origins],
+        depends: Sequence[bool],
     ) -> set[Var]:
         """The variables that are not to be rounded.
 
@@ -250,6 +252,8 @@ class States:
         with no product in between. A cotangent that is summed up to a bias's gradient is none of
         them, because its size changes.
         """
+        depending = self.flow.depending(jaxpr, depends)
+        origins = self.origins(jaxpr, inputs, depends)
         found = {a for a, flag in zip(jaxpr.outvars, outputs, strict=True) if flag and is_var(a)}
         found |= {v for v in depending if origins.get(v, 0) & STATE} | self.steps(jaxpr)
         for eqn in reversed(jaxpr.eqns):
@@ -293,10 +297,9 @@ class States:
         operands = [False] * len(eqn.invars)
         for body in bodies_of(eqn):
             inputs = self.body_inputs(eqn, body, given, depends)
-            depending = self._depending(body, depends)
-            origins = self.origins(body.jaxpr, inputs, depending)
+            within = self.flow.body_inputs(body, depends)
             outputs = self.body_outputs(body, results, inputs)
-            found = self.whole(body.jaxpr, outputs, origins, depending)
+            found = self.whole(body.jaxpr, outputs, inputs, within)
             for var, i in zip(body.jaxpr.invars, body.inputs, strict=True):
                 operands[i] |= var in found
         return operands
