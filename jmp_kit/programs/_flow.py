@@ -11,7 +11,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_kit.programs._jaxpr import (
     is_float32,
     is_var,
-    names_within,
     opened,
     scan_counts,
     subjaxprs,
@@ -122,7 +121,16 @@ class Flow:
 
     def closes(self, eqn: JaxprEqn) -> bool:
         """Whether it ends a segment and its operands are kept: a product, or a kernel of half."""
-        return self.is_product(eqn) or (_is_half_kernel(eqn) and not self.holds_product(eqn))
+        is_half_kernel = self._holds_kernel(eqn) and _takes_halves(eqn)
+        return self.is_product(eqn) or (is_half_kernel and not self.holds_product(eqn))
+
+    def _holds_kernel(self, eqn: JaxprEqn) -> bool:
+        is_one = eqn.primitive.name.startswith(KERNELS)
+        return is_one or any(map(self._has_kernel, subjaxprs(eqn)))
+
+    @walked_once
+    def _has_kernel(self, jaxpr: Jaxpr) -> bool:
+        return any(map(self._holds_kernel, jaxpr.eqns))
 
     @walked_once
     def depending(self, jaxpr: Jaxpr, inputs: Sequence[bool]) -> Set[Var]:
@@ -245,10 +253,6 @@ def is_exact(eqn: JaxprEqn) -> bool:
 def is_kernel(eqn: JaxprEqn) -> bool:
     """Whether it is a kernel of half operands, which runs as it is."""
     return eqn.primitive.name.startswith(KERNELS) and _takes_halves(eqn)
-
-
-def _is_half_kernel(eqn: JaxprEqn) -> bool:
-    return _takes_halves(eqn) and any(name.startswith(KERNELS) for name in names_within(eqn))
 
 
 def _takes_halves(eqn: JaxprEqn) -> bool:
