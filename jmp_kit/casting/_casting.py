@@ -237,7 +237,8 @@ class Casting(NamedTuple):
 def _integers(jaxpr: Jaxpr, consts: Sequence[Any]) -> Iterator[tuple[Var, np.ndarray]]:
     """Of what it closes over, NumPy's: positions, say, which are there while it is planned."""
     for v, x in zip(jaxpr.constvars, consts, strict=True):
-        if not isinstance(x, jax.Array) and np.asarray(x).dtype.kind in "iub":
+        holds_values = isinstance(v.aval, jax.core.ShapedArray)  # and is no reference
+        if holds_values and not isinstance(x, jax.Array) and np.asarray(x).dtype.kind in "iub":
             yield v, np.asarray(x)
 
 

@@ -528,6 +528,23 @@ def test_tracing_takes_work_in_proportion():
     assert 20 < twenty < two_hundred < 12 * twenty
 
 
+@pytest.mark.parametrize("compiled", [lambda fun: fun, jax.jit])
+def test_references_from_outside_are_state(compiled):
+    """One is an argument, and one is closed over."""
+    products = 20 * mean_square(X @ SQUARE[0])
+    given, around = jax.new_ref(jnp.ones(4)), jax.new_ref(jnp.ones(4))
+
+    def count(reference, x):
+        for box in (reference, around):
+            box[...] += 1e-3 * mean_square(x @ SQUARE[0])
+
+    half = compiled(autocast(count, "mixed_bfloat16"))
+    for _ in range(20):
+        half(given, X)
+    for box in (given, around):  # each update is less than the last digit of a bfloat16
+        assert jnp.allclose(box[...], 1 + 1e-3 * products, atol=1e-2 * 1e-3 * products)
+
+
 def test_equinox_s_train_step_in_one_line(standard_promotion):
     """Its model has functions for leaves, which come in and go out."""
     optimizer = optax.adam(1e-2)
