@@ -68,6 +68,17 @@ def test_gradients(name, way):
         assert error(found, wanted) < 1e-3
 
 
+@pytest.mark.usefixtures("as_on_gpus")
+@pytest.mark.parametrize("way", [one_line, four_lines, by_jax])
+def test_two_softmaxes_in_a_row_whose_rows_fit_into_registers(way):
+    def loss_fn(w, x):
+        return jnp.mean(jnp.sin(jax.nn.log_softmax(9 * jax.nn.softmax(x @ w)) @ w) ** 2)
+
+    w, x = (jax.random.normal(jax.random.key(i), (n, 8)) for i, n in enumerate((8, 2**14)))
+    found, wanted = (jax.jit(f)(w, x) for f in (way(loss_fn), jax.grad(loss_fn)))
+    assert error(found, wanted) < 1e-3
+
+
 # JAX itself has no second derivative of a ragged product.
 TWICE = [name for name in PLAIN if name != "experts"]
 

@@ -59,10 +59,12 @@ def rows(eqns: Sequence[JaxprEqn], found: Set[Var]) -> Iterator[JaxprEqn]:
 def sums(eqns: Sequence[JaxprEqn], roots: set[Var]) -> Iterator[JaxprEqn]:
     """The equations, the sums among these roots two by two, and in stages.
 
-    All are over the same values in a row, of as many. What is counted is no complex number.
+    All are over the same values in a row, of as many. What is counted is no complex number. Sums of
+    few values, in registers, may go into others.
     """
     added = [e for e in eqns if e.primitive.name == "reduce_sum" and is_float32(e.outvars[0])]
-    found = [e for e in added if e.outvars[0] in roots]
+    last = roots.difference(a for e in eqns for a in e.invars if is_var(a))
+    found = [e for e in added if e.outvars[0] in last]
     yield from (e for e in eqns if e not in found)
     for i in range(0, len(found), 2):
         pair = found[i : i + 2]
