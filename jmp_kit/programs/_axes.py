@@ -78,6 +78,11 @@ def is_shared(atom: Atom) -> bool:
     return any(kind is not AxisType.Manual for kind in kinds)
 
 
+def is_split(atom: Atom) -> bool:
+    """Whether its type says that devices hold parts of it."""
+    return any(getattr(getattr(atom.aval, "sharding", None), "spec", ()))
+
+
 class Operand(NamedTuple):
     """Of a product: the value, and the axes that it shares with the other, in the same order."""
 

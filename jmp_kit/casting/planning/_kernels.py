@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
+from jmp_kit.programs._axes import is_split
 from jmp_kit.programs._flow import ADDS
 from jmp_kit.programs._jaxpr import equations_of, is_float32, is_var, scatters, shape_of, size_of
 
@@ -85,9 +86,9 @@ def begun_late(eqn: JaxprEqn, begun: Set[Var], sources: Iterable[Var]) -> Iterat
     """
     if scatters(eqn):
         start, *others = eqn.invars
-        late = [v for v in sources if not _is_split(v)]
+        late = [v for v in sources if not is_split(v)]
         is_begun = is_var(start) and start in begun
-        if is_begun and late and size_of(start) >= _LARGE and not _is_split(start):
+        if is_begun and late and size_of(start) >= _LARGE and not is_split(start):
             made = Var(start.aval)
             yield from equations_of(on_gpus_alone(after), [start, *late], [made], eqn.source_info)
             eqn = eqn.replace(invars=[made, *others])
@@ -98,7 +99,7 @@ def flattened(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """The equation; a sum over the first axes into several others does not say how these lie."""
     if eqn.primitive.name == "reduce_sum" and _is_over_first(eqn.params["axes"]):
         [result] = eqn.outvars
-        if len(shape_of(result)) > 1 and not _is_split(result):  # split axes are not joined
+        if len(shape_of(result)) > 1 and not is_split(result):  # split axes are not joined
             total = Var(result.aval)
             yield eqn.replace(outvars=[total])
             yield from equations_of(on_gpus_alone(flat), [total], [result], eqn.source_info)
@@ -201,11 +202,6 @@ def _divided(eqn: JaxprEqn) -> int | None:
 
 def _is_over_first(axes: Sequence[int]) -> bool:
     return sorted(axes) == list(range(len(axes)))
-
-
-def _is_split(v: Var) -> bool:
-    """Whether its type says that devices hold parts of it."""
-    return any(getattr(getattr(v.aval, "sharding", None), "spec", ()))
 
 
 def _on_gpus(

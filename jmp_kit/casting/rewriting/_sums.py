@@ -28,7 +28,7 @@ from jmp_kit.casting.rewriting._factored import (
     of_product,
     taken_out,
 )
-from jmp_kit.programs._axes import only_reshapes, staying
+from jmp_kit.programs._axes import is_split, only_reshapes, staying
 from jmp_kit.programs._jaxpr import (
     Atom,
     equations_of,
@@ -57,7 +57,9 @@ def shared(jaxpr: Jaxpr, is_late: Callable[[JaxprEqn], bool]) -> Jaxpr:
         of, axes = zip(*pairs, strict=True)
         return found._replace(of=of, axes=axes)
 
-    sums = {id(e): ordered(taken_out(e, maker)) for e in jaxpr.eqns if is_late(e) and _is_sum(e)}
+    late = [e for e in jaxpr.eqns if is_late(e) and _is_sum(e)]
+    sums = {id(e): ordered(taken_out(e, maker)) for e in late}
+    sums = {i: found for i, found in sums.items() if not any(map(is_split, found.of))}
     count = Counter(found.of for found in sums.values())
     beside: dict[Var, set[frozenset[int]]] = defaultdict(set)  # of what each is a product of
     for found in sums.values():
@@ -143,9 +145,8 @@ def of_one(jaxpr: Jaxpr, is_late: Callable[[JaxprEqn], bool]) -> Jaxpr:
     instead: dict[int, Sequence[JaxprEqn]] = {}
 
     def is_late_sum(eqn: JaxprEqn) -> bool:
-        is_placed = eqn.params.get("out_sharding") is not None
         is_sum = eqn.primitive.name == "reduce_sum" and is_float32(eqn.outvars[0])
-        return is_sum and not is_placed and is_late(eqn)
+        return is_sum and not _is_placed(eqn) and is_late(eqn)
 
     def before(of: Atom, axes: Axes) -> tuple[Atom, Axes, list[JaxprEqn]] | None:
         """Of which value along which axes it is the sum of a sum, and the equations between."""
@@ -180,11 +181,17 @@ def _sum(x: Any, axes: Axes, shape: tuple[int, ...]) -> Any:
     return jnp.reshape(jnp.sum(x, axes), shape)
 
 
+def _is_placed(eqn: JaxprEqn) -> bool:
+    """Whether it says itself how its result lies on devices."""
+    return eqn.params.get("out_sharding") is not None
+
+
 def _is_sum(eqn: JaxprEqn) -> bool:
     return (
         eqn.primitive.name == "reduce_sum"
         and is_var(eqn.invars[0])
         and is_float32(eqn.invars[0])
         and not is_along_rows(eqn)
+        and not _is_placed(eqn)
         and size_of(eqn.outvars[0]) * _LESS <= size_of(eqn.invars[0])
     )

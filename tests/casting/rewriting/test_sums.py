@@ -291,6 +291,34 @@ def test_devices_that_hold_parts_of_a_batch_learn_the_same(kind):
     assert farthest(found, alone) <= 0.01
 
 
+@pytest.mark.usefixtures("as_on_gpus")
+def test_what_is_summed_up_lies_on_devices_as_its_type_says():
+    """Of words along which a batch is split, the sums for what all of them share."""
+
+    def loss_fn(params, x):  # [batch, channel, word]
+        shift, w = params
+        h = jnp.einsum("bct,cd->bdt", x, w)
+        h = (h - h.mean((0, 2), keepdims=True)) * jax.nn.sigmoid(h) + shift
+        h = h - h.mean((1, 2), keepdims=True)
+        h = h * jax.lax.rsqrt((h * h).mean((1, 2), keepdims=True) + 1e-5)
+        return mean_square(jnp.sin(jnp.einsum("bdt,de->bte", h, w)))
+
+    mesh = jax.make_mesh((8,), ("word",), axis_types=(AxisType.Explicit,))
+    spec = PartitionSpec(None, None, "word")
+    with jax.set_mesh(mesh):
+        x, shift, w = (
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, held))
+            for shape, held in (
+                ((64, 32, 1024), spec),
+                ((32, 1024), PartitionSpec()),
+                ((32, 32), PartitionSpec()),
+            )
+        )
+        half = autocast(jax.grad(loss_fn), "mixed_bfloat16")
+        found, wanted = (jax.eval_shape(f, (shift, w), x) for f in (half, jax.grad(loss_fn)))
+    assert found == wanted
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
 @pytest.mark.parametrize("name", ["shared", "of_one"])
