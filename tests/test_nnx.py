@@ -344,6 +344,14 @@ def test_an_array_for_an_attribute_is_no_variable():
         model.keep(WORDS)
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_variables_that_hold_references_are_refused(policy):
+    with nnx.var_defaults(ref=True):
+        model = apply_policy(Counting(nnx.Rngs(0)), policy)
+    with pytest.raises(TypeError, match=r"The variable \S+ holds a reference .* would be lost"):
+        model(WORDS)
+
+
 @pytest.mark.parametrize("method", ["__call__", "jitted"])
 def test_jitted_methods_are_under_the_policy(method):
     model = apply_policy(Counting(nnx.Rngs(0)), "p=f32,c=bf16,o=bf16")

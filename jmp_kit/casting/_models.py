@@ -65,6 +65,10 @@ def on_models(fun: Callable[..., Any], run: Callable[..., Any], args: Any, kwarg
     with nnx.update_context(_CONTEXT):
         given = nnx.to_tree(nodes, ctxtag=_CONTEXT)
         before = dict(jax.tree_util.tree_leaves_with_path(given))
+        names = names_of(fun, args)
+        for path, x in before.items():
+            if isinstance(x, jax.Ref):
+                raise TypeError(_REFERENCE.format(path=_named(path, names)))
         found = []
 
         def pure(given: Any) -> list[Any]:
@@ -88,7 +92,6 @@ def on_models(fun: Callable[..., Any], run: Callable[..., Any], args: Any, kwarg
             found.append((structure, places, kept, untouched))
             return set_
 
-        names = names_of(fun, args)
         paths = [_named(path, names) for path, x in before.items() if is_array(x)]
         set_ = iter(run(pure, paths, given))
         structure, places, kept, untouched = found.pop(0)
@@ -100,6 +103,12 @@ def on_models(fun: Callable[..., Any], run: Callable[..., Any], args: Any, kwarg
         if not untouched:  # what is closed over by a function that JAX traces cannot be set
             _, outputs = nnx.from_tree((changed, outputs), ctxtag=_CONTEXT, is_inner=False)
     return outputs
+
+
+_REFERENCE = (
+    "The variable {path} holds a reference (jax.Ref), and nnx would copy it: what the function "
+    "sets there would be lost. Make the model without ref=True, in nnx.var_defaults too."
+)
 
 
 def _refuse_static_arrays(nodes: Any) -> None:
