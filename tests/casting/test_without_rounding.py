@@ -12,6 +12,7 @@ import jmp_kit
 from benchmarks.gradients import drawn, near, runnable
 from benchmarks.zoo import ZOO as MODELS
 from jmp_kit.casting._casting import Casting
+from jmp_kit.casting.planning import _alone, _kernels, _segment
 from jmp_kit.casting.rewriting import _scans
 from jmp_kit.programs._jaxpr import equations_of
 from tests.casting.planning.test_biases import along, along_forward
@@ -33,6 +34,14 @@ def nothing_is_rounded(monkeypatch):
 
     monkeypatch.setattr(Casting, "halves", [np.dtype(np.float32)])
     monkeypatch.setattr(_scans, "_casts", copies)
+
+
+@pytest.fixture
+def as_large_on_gpus(as_on_gpus, monkeypatch):
+    """What is only worth it for much, done for little."""
+    for module, name in ((_segment, "_LEAST"), (_alone, "_LEAST"), (_kernels, "_LARGE")):
+        monkeypatch.setattr(module, name, 1)
+    monkeypatch.setattr(_kernels, "_MANY", 8)
 
 
 def error(found, wanted):
@@ -66,6 +75,14 @@ def test_gradients(name, way):
     for recompute in (True, False, "most"):
         found = jax.jit(way(fun, recompute=recompute))(params, x)
         assert error(found, wanted) < 1e-3
+
+
+@pytest.mark.usefixtures("as_large_on_gpus")
+@pytest.mark.parametrize("name", quick_or_slow(ONCE, ("mlp", "scanned")))
+def test_gradients_of_what_is_large(name):
+    fun, params, x = ZOO[name]
+    found, wanted = (jax.jit(f)(params, x) for f in (one_line(fun), jax.grad(fun)))
+    assert error(found, wanted) < 1e-3
 
 
 @pytest.mark.usefixtures("as_on_gpus")
@@ -120,11 +137,11 @@ def test_second_derivatives_of_models(name, second):
     assert error(found, wanted) < 1e-3
 
 
-@pytest.mark.parametrize("machine", ["here", "as_on_gpus"])
+@pytest.mark.parametrize("machine", ["here", "as_on_gpus", "as_large_on_gpus"])
 @pytest.mark.parametrize("way", quick_or_slow(WAYS, WAYS[:1]), ids=lambda way: way.__name__)
 def test_steps_of_random_networks(way, machine, request):
     """Of two networks, and of several gradients."""
-    if machine == "as_on_gpus":
+    if machine != "here":
         request.getfixturevalue(machine)
     for seed in range(2):
         step = step_of(way, seed)
