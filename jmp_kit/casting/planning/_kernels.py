@@ -86,7 +86,7 @@ def begun_late(eqn: JaxprEqn, begun: Set[Var], sources: Iterable[Var]) -> Iterat
     """
     if scatters(eqn):
         start, *others = eqn.invars
-        late = [v for v in sources if not is_split(v)]
+        late = [v for v in sources if size_of(v) and not is_split(v)]
         is_begun = is_var(start) and start in begun
         if is_begun and late and size_of(start) >= _LARGE and not is_split(start):
             made = Var(start.aval)

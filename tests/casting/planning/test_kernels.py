@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jmp_kit import autocast
@@ -207,7 +208,8 @@ def test_what_is_scattered_into_comes_after_what_is_added(first):
     [scatter] = (e for e in eqns if e.primitive.name == "scatter-add")
     _, taken = traced_back([scatter.invars[0]], {v: e for e in eqns for v in e.outvars})
     assert jaxpr.invars[1] in taken
-    for args in ((set(), sources), (zeros, [])):
+    nothing = [Var(sources[0].aval.update(shape=(4, 0)))]
+    for args in ((set(), sources), (zeros, []), (zeros, nothing)):
         assert [e for eqn in jaxpr.eqns for e in begun_late(eqn, *args)] == jaxpr.eqns
 
 
