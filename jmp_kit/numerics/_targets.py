@@ -74,34 +74,100 @@ def _devices(description: str, count: int) -> Sequence[Any]:
     return topology.devices
 
 
-_H200 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132
-  fpus_per_core: 128
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  l2_cache_size: 52428800
-  memory_bandwidth: 4800000000000
-  device_memory_size: 150000000000
-  clock_rate_ghz: 1.98
-}
-platform_name: "CUDA"
-runtime_version { major: 12 minor: 9 }
-dnn_version_info { major: 9 minor: 10 }
-device_description_str: "NVIDIA H200"
-"""
+def _nvidia(name: str, capability: str, **figures: float) -> Target:
+    """A GPU as XLA describes it.
 
-TARGETS = {"h200": Target(_H200)}
+    The figures are those of
+    https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs
+    """
+    told = "\n".join(f"  {key}: {value}" for key, value in (_EVERY | figures).items())
+    return Target(
+        f"gpu_device_info {{\n  cuda_compute_capability {{ {capability} }}\n{told}\n}}\n"
+        'platform_name: "CUDA"\n'
+        "runtime_version { major: 12 minor: 9 }\n"
+        "dnn_version_info { major: 9 minor: 10 }\n"
+        f'device_description_str: "NVIDIA {name}"\n'
+    )
+
+
+_EVERY: dict[str, float] = {
+    "threads_per_warp": 32,
+    "threads_per_block_limit": 1024,
+    "block_dim_limit_x": 2147483647,
+    "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+    "registers_per_block_limit": 65536,
+    "registers_per_core_limit": 65536,
+    "shared_memory_per_block": 49152,
+}
+
+TARGETS = {
+    "a100": _nvidia(
+        "A100",
+        "major: 8",
+        core_count=108,
+        fpus_per_core=64,
+        threads_per_core_limit=2048,
+        shared_memory_per_block_optin=166912,
+        shared_memory_per_core=167936,
+        l2_cache_size=41943040,
+        memory_bandwidth=2039040000000,
+        device_memory_size=85100068864,
+        clock_rate_ghz=1.41,
+    ),
+    "a6000": _nvidia(
+        "RTX A6000",
+        "major: 8 minor: 6",
+        core_count=84,
+        fpus_per_core=128,
+        threads_per_core_limit=1536,
+        shared_memory_per_block_optin=101376,
+        shared_memory_per_core=102400,
+        l2_cache_size=6291456,
+        memory_bandwidth=768096000000,
+        device_memory_size=51041271808,
+        clock_rate_ghz=1.8,
+    ),
+    "h100": _nvidia(
+        "H100",
+        "major: 9",
+        core_count=132,
+        fpus_per_core=128,
+        threads_per_core_limit=2048,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_core=233472,
+        l2_cache_size=52428800,
+        memory_bandwidth=3352320000000,
+        device_memory_size=84942979072,
+        clock_rate_ghz=1.98,
+    ),
+    "h200": _nvidia(
+        "H200",
+        "major: 9",
+        core_count=132,
+        fpus_per_core=128,
+        threads_per_core_limit=2048,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_core=233472,
+        l2_cache_size=52428800,
+        memory_bandwidth=4800000000000,
+        device_memory_size=150000000000,
+        clock_rate_ghz=1.98,
+    ),
+    "b200": _nvidia(
+        "B200",
+        "major: 10",
+        core_count=148,
+        fpus_per_core=128,
+        threads_per_core_limit=2048,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_core=233472,
+        l2_cache_size=132644864,
+        memory_bandwidth=7672320000000,
+        device_memory_size=191514411008,
+        clock_rate_ghz=1.965,
+    ),
+}
 
 
 def compiled(

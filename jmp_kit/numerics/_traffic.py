@@ -115,10 +115,11 @@ def traffic(
     Args:
       fun: any JAX function, jitted or not, or what is lowered or compiled already.
       args, kwargs: what it is called with; arrays may be abstract. Nothing is computed.
-      target: what to compile for on a machine without one, a name of `TARGETS`: "h200". This takes
-        JAX's CUDA plugin, `pip install "jmp-kit[cuda12]"`, and no GPU; where there is none, start
-        Python with `JAX_PLATFORMS=cpu`. XLA then takes kernels of its own for products, since it
-        cannot time others; `{"xla_gpu_enable_triton_gemm": False}` has it take the libraries'.
+      target: what to compile for on a machine without one, a name of `TARGETS`: "a100", "a6000",
+        "h100", "h200" or "b200". This takes JAX's CUDA plugin, `pip install "jmp-kit[cuda12]"`, and
+        no GPU; where there is none, start Python with `JAX_PLATFORMS=cpu`. XLA then takes kernels
+        of its own for products, since it cannot time others;
+        `{"xla_gpu_enable_triton_gemm": False}` has it take the libraries'.
       compiler_options: XLA's flags for this program.
 
     Returns:

@@ -306,13 +306,14 @@ H200 = TARGETS["h200"]
 
 ELSEWHERE = """
 import jax, jax.numpy as jnp
-from jmp_kit.numerics import traffic
+from jmp_kit.numerics import TARGETS, traffic
 
 x = jnp.ones((256, 256), jnp.bfloat16)
 layer = jax.jit(lambda x, scale: jnp.tanh(x @ x) * scale, donate_argnums=0)
-for options in ({}, {"xla_gpu_enable_triton_gemm": False}):
-    found = traffic(layer, x, 2.0, target="h200", compiler_options=options)
-    print(found.device, found.kernels[0].name, sep=";")
+for target in TARGETS:
+    for options in ({}, {"xla_gpu_enable_triton_gemm": False}):
+        found = traffic(layer, x, 2.0, target=target, compiler_options=options)
+        print(found.device, found.kernels[0].name, sep=";")
 """
 
 
@@ -321,10 +322,9 @@ def test_it_compiles_for_a_gpu_on_a_machine_without_one():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", ELSEWHERE]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.split("\n")[:2] == [
-        "NVIDIA H200;gemm_fusion_dot",
-        "NVIDIA H200;custom-call.1",
-    ]
+    names = ["A100", "RTX A6000", "H100", "H200", "B200"]
+    kernels = ["gemm_fusion_dot", "custom-call.1"]
+    assert told.stdout.split("\n")[:-1] == [f"NVIDIA {n};{k}" for n in names for k in kernels]
 
 
 @pytest.fixture
@@ -371,7 +371,7 @@ def test_the_compiler_takes_options():
 
 
 def test_what_a_target_needs_is_told(stood_in, monkeypatch):
-    with pytest.raises(ValueError, match="target is 'h300', but there are 'h200'"):
+    with pytest.raises(ValueError, match="target is 'h300', but there are 'a100', .*'h200'"):
         traffic(jnp.tanh, 1.0, target="h300")
 
     def left_out(**_):
