@@ -74,22 +74,8 @@ def _devices(description: str, count: int) -> Sequence[Any]:
     return topology.devices
 
 
-def _nvidia(name: str, capability: str, **figures: float) -> Target:
-    """A GPU as XLA describes it.
-
-    The figures are those of
-    https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs
-    """
-    told = "\n".join(f"  {key}: {value}" for key, value in (_EVERY | figures).items())
-    return Target(
-        f"gpu_device_info {{\n  cuda_compute_capability {{ {capability} }}\n{told}\n}}\n"
-        'platform_name: "CUDA"\n'
-        "runtime_version { major: 12 minor: 9 }\n"
-        "dnn_version_info { major: 9 minor: 10 }\n"
-        f'device_description_str: "NVIDIA {name}"\n'
-    )
-
-
+# What all of them have, and what each has, as XLA itself describes them:
+# https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs
 _EVERY: dict[str, float] = {
     "threads_per_warp": 32,
     "threads_per_block_limit": 1024,
@@ -100,74 +86,49 @@ _EVERY: dict[str, float] = {
     "registers_per_core_limit": 65536,
     "shared_memory_per_block": 49152,
 }
+_EACH = (
+    *("core_count", "fpus_per_core", "threads_per_core_limit", "shared_memory_per_block_optin"),
+    *("shared_memory_per_core", "l2_cache_size", "memory_bandwidth", "device_memory_size"),
+    "clock_rate_ghz",
+)
 
+
+def _nvidia(name: str, capability: str, *each: float) -> Target:
+    figures = _EVERY | dict(zip(_EACH, each, strict=True))
+    told = "\n".join(f"  {key}: {value}" for key, value in figures.items())
+    return Target(
+        f"gpu_device_info {{\n  cuda_compute_capability {{ {capability} }}\n{told}\n}}\n"
+        'platform_name: "CUDA"\n'
+        "runtime_version { major: 12 minor: 9 }\n"
+        "dnn_version_info { major: 9 minor: 10 }\n"
+        f'device_description_str: "NVIDIA {name}"\n'
+    )
+
+
+# fmt: off
 TARGETS = {
     "a100": _nvidia(
-        "A100",
-        "major: 8",
-        core_count=108,
-        fpus_per_core=64,
-        threads_per_core_limit=2048,
-        shared_memory_per_block_optin=166912,
-        shared_memory_per_core=167936,
-        l2_cache_size=41943040,
-        memory_bandwidth=2039040000000,
-        device_memory_size=85100068864,
-        clock_rate_ghz=1.41,
+        "A100", "major: 8",
+        108, 64, 2048, 166912, 167936, 41943040, 2039040000000, 85100068864, 1.41,
     ),
     "a6000": _nvidia(
-        "RTX A6000",
-        "major: 8 minor: 6",
-        core_count=84,
-        fpus_per_core=128,
-        threads_per_core_limit=1536,
-        shared_memory_per_block_optin=101376,
-        shared_memory_per_core=102400,
-        l2_cache_size=6291456,
-        memory_bandwidth=768096000000,
-        device_memory_size=51041271808,
-        clock_rate_ghz=1.8,
+        "RTX A6000", "major: 8 minor: 6",
+        84, 128, 1536, 101376, 102400, 6291456, 768096000000, 51041271808, 1.8,
     ),
     "h100": _nvidia(
-        "H100",
-        "major: 9",
-        core_count=132,
-        fpus_per_core=128,
-        threads_per_core_limit=2048,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_core=233472,
-        l2_cache_size=52428800,
-        memory_bandwidth=3352320000000,
-        device_memory_size=84942979072,
-        clock_rate_ghz=1.98,
+        "H100", "major: 9",
+        132, 128, 2048, 232448, 233472, 52428800, 3352320000000, 84942979072, 1.98,
     ),
     "h200": _nvidia(
-        "H200",
-        "major: 9",
-        core_count=132,
-        fpus_per_core=128,
-        threads_per_core_limit=2048,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_core=233472,
-        l2_cache_size=52428800,
-        memory_bandwidth=4800000000000,
-        device_memory_size=150000000000,
-        clock_rate_ghz=1.98,
+        "H200", "major: 9",
+        132, 128, 2048, 232448, 233472, 52428800, 4800000000000, 150000000000, 1.98,
     ),
     "b200": _nvidia(
-        "B200",
-        "major: 10",
-        core_count=148,
-        fpus_per_core=128,
-        threads_per_core_limit=2048,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_core=233472,
-        l2_cache_size=132644864,
-        memory_bandwidth=7672320000000,
-        device_memory_size=191514411008,
-        clock_rate_ghz=1.965,
+        "B200", "major: 10",
+        148, 128, 2048, 232448, 233472, 132644864, 7672320000000, 191514411008, 1.965,
     ),
 }
+# fmt: on
 
 
 def compiled(
