@@ -23,6 +23,7 @@ from benchmarks import (
     ceiling,
     cost,
     gpt,
+    gpus,
     gradients,
     language,
     mlp,
@@ -36,6 +37,7 @@ from benchmarks import (
 
 BENCHMARKS: dict[str, Any] = {
     "programs": programs,
+    "gpus": gpus,
     "ceiling": ceiling,
     "mlp": mlp,
     "gpt": gpt,
@@ -49,7 +51,7 @@ BENCHMARKS: dict[str, Any] = {
     "wire": wire,
 }
 
-IN_FULL_ON_CPUS = (accuracy, gradients, language, programs, wire)
+IN_FULL_ON_CPUS = (accuracy, gpus, gradients, language, programs, wire)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -27,6 +27,7 @@ from benchmarks.measuring import Contender, told
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import Task, beside_float8, by_hand, float32, peers, with_jmp_kit
 from benchmarks.zoo import WIDE, ZOO
+from jmp_kit.numerics import TARGETS
 
 DEVICE = "NVIDIA H200, compiled for and not run"
 
@@ -74,6 +75,7 @@ class Program:
     contender: Contender
     batch: Sequence[Any]
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    target: str = "h200"
 
     @property
     def name(self) -> str:
@@ -83,11 +85,18 @@ class Program:
 
 def run(options: Options) -> list[Row]:
     """Every model of the zoo three times, and what else there is of some."""
-    taken = [program for program in _programs(options.tiny) if options.takes(program.name)]
+    return compiled_by("benchmarks.programs", _programs, options)
+
+
+def compiled_by(
+    module: str, programs: Callable[[bool], Iterator[Program]], options: Options
+) -> list[Row]:
+    """Rows of programs, compiled in a process of this module, whose end is `compile_all`."""
+    taken = [program for program in programs(options.tiny) if options.takes(program.name)]
     if H200.missing:
         return [{**_row(program), "failed": H200.missing} for program in taken]
     names = [program.name for program in taken]
-    return deviceless("benchmarks.programs", {"tiny": options.tiny, "names": names})
+    return deviceless(module, {"tiny": options.tiny, "names": names})
 
 
 def _programs(tiny: bool) -> Iterator[Program]:
@@ -155,12 +164,13 @@ def _row(program: Program) -> Row:
 
 def _compiled(program: Program) -> Row:
     step, state = program.contender.flat(make=False)
+    target = TARGETS[program.target]
     start = time.perf_counter()
     with jax.default_matmul_precision(program.contender.precision):
         jitted = jax.jit(step, donate_argnums=0)
-        traced = jitted.trace(H200.placed(state), *H200.placed(program.batch))
+        traced = jitted.trace(target.placed(state), *target.placed(program.batch))
     trace_s = time.perf_counter() - start
-    compiled = traced.lower().compile({**H200.compiler_options, **program.compiler_options})
+    compiled = traced.lower().compile({**target.compiler_options, **program.compiler_options})
     compile_s = time.perf_counter() - start - trace_s
     moved = jmp_kit.numerics.traffic(compiled)
     estimated = {}
@@ -196,13 +206,13 @@ def _warm_up() -> None:
     jax.jit(jnp.matmul).trace(x, x).lower().compile(H200.compiler_options)
 
 
-def main() -> None:
-    """Takes what to compile; prints the rows as JSON."""
+def compile_all(programs: Callable[[bool], Iterator[Program]]) -> None:
+    """Takes from the command line what of these to compile; prints the rows as JSON."""
     what = json.loads(sys.argv[1])
     rows = []
     _warm_up()
-    programs = [program for program in _programs(what["tiny"]) if program.name in what["names"]]
-    for program in track(programs, "compiling", console=Console(stderr=True)):
+    taken = [program for program in programs(what["tiny"]) if program.name in what["names"]]
+    for program in track(taken, "compiling", console=Console(stderr=True)):
         row = _row(program)
         with told(row):
             row |= _compiled(program)
@@ -211,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    compile_all(_programs)

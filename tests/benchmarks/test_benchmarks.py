@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import corpus, gpt, gpt_size, report, results, torch_gpt
+from benchmarks import corpus, gpt, gpt_size, gpus, report, results, torch_gpt
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.compiled import product_dtypes, program_bytes
 from benchmarks.deviceless import H200
@@ -32,6 +32,7 @@ ONLY = {
     "optimizer": "",
     "ceiling": "",
     "programs": "libraries.*: mixer: |other ways: resnet: (jmp|mpx)|cast once|remainders$",
+    "gpus": "^a100",
     "gradients": "mixer|llama$",
     "accuracy": "float32, highest|float16, mixed|bfloat16 only",
     "language": "mixed_float16",
@@ -69,7 +70,7 @@ def test_it_runs_and_its_table_has_a_row_for_each_contender(name, measured):
     assert rows
     for row in rows:
         assert results.cells(row, BENCHMARKS[name].COLUMNS)[0]
-        refused = name in ("programs", "wire") and H200.missing is not None
+        refused = name in ("programs", "gpus", "wire") and H200.missing is not None
         assert ("failed" in row) == (refused or (name, row["contender"]) in REFUSED)
         if "step_ms" in row:
             assert row["step_ms"] > 0
@@ -233,7 +234,7 @@ def test_products_and_memory_of_a_compiled_program():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["gtp"], "there is no benchmark 'gtp'; there are programs, ceiling, mlp"),
+        (["gtp"], "there is no benchmark 'gtp'; there are programs, gpus, ceiling, mlp"),
         (["gpt", "--steps", "0"], "--steps is 0, but a median needs at least 1"),
         (["gpt", "--only", "("], "--only '(' is no regular expression"),
     ],
@@ -312,7 +313,12 @@ def test_the_first_pages_tell_the_best_and_the_worst_model(page, programs):
         ratios = [row[key] for row in rows]
         assert sentence.format(f"{min(ratios):.2f}", f"{max(ratios):.2f}") in said
     assert sum(row["bytes_moved_ratio"] > 1 for row in rows) == 4
-    rows = report.newest(report.ROOT / "benchmarks" / "results")["gradients"]["rows"]
+    newest = report.newest(report.ROOT / "benchmarks" / "results")
+    assert {row["contender"] for row in newest["gpus"]["rows"]} == ZOO.keys()
+    for target, gpu in gpus.GPUS.items():
+        ratios = [row[f"{target}_bytes_moved_ratio"] for row in newest["gpus"]["rows"]]
+        assert f"{min(ratios):.2f} to {max(ratios):.2f} ({gpu})" in said
+    rows = newest["gradients"]["rows"]
     assert {row["contender"] for row in rows} == ZOO.keys()
     errors = [row["one_line"] / row["by_hand"] for row in rows]
     assert f"{min(errors):.2f} to {max(errors):.2f} of the error by hand" in said
