@@ -14,6 +14,7 @@ from jmp_kit.casting.rewriting._deviations import without_their_sums
 from jmp_kit.casting.rewriting._float8 import in_float8
 from jmp_kit.casting.rewriting._hoisted import hoisted
 from jmp_kit.casting.rewriting._inline import inlined
+from jmp_kit.casting.rewriting._multiples import summed_as_stored
 from jmp_kit.casting.rewriting._pools import pooled
 from jmp_kit.casting.rewriting._scans import repeating_scans
 from jmp_kit.casting.rewriting._scattered import added_up
@@ -76,6 +77,7 @@ def repeated(
     jaxpr, signed = signs_of_results(jaxpr, flow, _is_late)
     jaxpr, divided = undone(jaxpr, flow, _is_late)
     jaxpr = shared(of_one(without_their_sums(jaxpr, _is_late), _is_late), _is_late)
+    jaxpr = summed_as_stored(jaxpr, flow, _is_late)
     depending = flow.depending(jaxpr, depends)
     uses = uses_of(jaxpr)
     parts = sunk(parts_of(jaxpr.eqns, flow), flow, depending, uses, _is_late)
