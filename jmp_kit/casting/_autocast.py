@@ -79,9 +79,10 @@ def autocast(
     grad, vmap, checkpoint and scan, on either side. Random bits are drawn as often as before,
     effects keep their order, and `fun`'s own casts are kept. Changes that `fun` makes to nnx models
     and optimizers among its arguments are kept. Leaves of an Equinox module that are not arrays
-    pass through. Solvers (`jax.lax.custom_linear_solve`) stay in float32. autocast warns of a call
-    that it does not know, which runs as it was traced. A product's `precision=`, which says how
-    float32 is multiplied, keeps nothing in float32: `full_precision` and `rules` do.
+    pass through. Linear algebra (`jnp.linalg.cholesky`, `eigh`, `solve`) stays in float32, with
+    what it takes and gives and the products of its derivatives. autocast warns of a call that it
+    does not know, which runs as it was traced. A product's `precision=`, which says how float32 is
+    multiplied, keeps nothing else in float32: `full_precision` and `rules` do.
 
     It also warns of float64 arguments, because nothing beside them is half, of a product that asks
     for another half dtype than the policy's, and of float16 gradients without a loss scale.

@@ -3,8 +3,8 @@
 `_jaxpr` knows how JAX's versions differ and cuts pieces out of a jaxpr; `_flow` what is inside an
 equation, what depends on a product and what reaches one; `_once` has what was found in a jaxpr;
 `_axes` what equations do to axes; `_marks` the names around an equation and those that say what it
-computes in; `_arguments` which of a function's arguments are arrays, and their paths; `_rules`
-which products a path names; `_paths` shows them.
+computes in; `_algebra` what decomposes and solves; `_arguments` which of a function's arguments are
+arrays, and their paths; `_rules` which products a path names; `_paths` shows them.
 """
 
 from jmp_kit.programs._arguments import eval_shape as eval_shape

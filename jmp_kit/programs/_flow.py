@@ -26,6 +26,9 @@ ragged products."""
 # What libraries compute as one, attention say.
 KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
 
+# What solves to the precision that it was asked for, which half has not.
+SOLVES = ("custom_linear_solve",)
+
 # Calls that only call, what `jax.checkpoint` wraps in a forward pass say: of JAX 0.10, and later.
 OPEN_CALLS = ("closed_call", "eval_jaxpr")
 
@@ -105,7 +108,8 @@ class Flow:
     def holds_product(self, eqn: JaxprEqn) -> bool:
         """Whether there is a product in a jaxpr inside the equation, however deep."""
         is_there = any(map(self._has_product, subjaxprs(eqn)))
-        return is_there and (self.every or not (is_in_full_precision(eqn) or is_kernel(eqn)))
+        is_as_traced = eqn.primitive.name in SOLVES or is_in_full_precision(eqn) or is_kernel(eqn)
+        return is_there and (self.every or not is_as_traced)
 
     @walked_once
     def _has_product(self, jaxpr: Jaxpr) -> bool:

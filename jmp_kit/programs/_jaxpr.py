@@ -160,6 +160,8 @@ def with_subjaxprs(eqn: JaxprEqn, replaced: Mapping[int, Jaxpr]) -> JaxprEqn:
         new = replaced[id(jaxpr)]
         return ClosedJaxpr(new, consts) if isinstance(value, ClosedJaxpr) else new
 
+    if not replaced:
+        return eqn
     return eqn.replace(params={name: other(value) for name, value in eqn.params.items()})
 
 

@@ -44,9 +44,6 @@ from jmp_kit.programs._flow import Body, Flow, bodies_of, is_exact
 from jmp_kit.programs._jaxpr import is_complex, is_float32, is_small, is_var, largest_size
 from jmp_kit.programs._marks import is_backward, marked_dtype, scope_of, stack_of
 
-# What solves to the precision that it was asked for, which half has not.
-_SOLVERS = ("custom_linear_solve",)
-
 _CHECKPOINTS = ("remat2", "checkpoint")
 _LOOPS = ("scan", "while")
 
@@ -269,7 +266,7 @@ class Planner:
         if eqn.primitive.name in _CHECKPOINTS and is_backward(stack_of(eqn, self.calls)):
             bodies = [body._replace(jaxpr=with_its_backward_pass(body.jaxpr)) for body in bodies]
         found = [(body, inside._inside(eqn, body, known)) for body in bodies]
-        if not found and eqn.primitive.name not in _SOLVERS:
+        if not found:
             where = " in ".join(filter(None, (eqn.primitive.name, scope_of(eqn))))
             warnings.warn(_UNKNOWN.format(where=where), stacklevel=2)
         if eqn.primitive.name == "while":  # the condition gets what the body makes

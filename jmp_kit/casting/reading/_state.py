@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting.reading._worth import is_costly
+from jmp_kit.programs._algebra import ALGEBRA, is_algebra
 from jmp_kit.programs._flow import PAIRED, SUMS, Body, Flow, bodies_of
 from jmp_kit.programs._jaxpr import is_float32, is_var, scan_counts, shape_of, size_of
 from jmp_kit.programs._marks import is_backward, is_differentiated, stack_of
@@ -33,9 +34,8 @@ STATE, LOOKED_UP, UNIFORM, VARIABLE = 1, 2, 4, 8
 # What makes values anew, beside functions that are not linear. An unknown primitive is taken to
 # move values: then they stay float32.
 _ANEW = (
-    *("reduce_", "arg", "select_and", "cumprod", "cumlogsumexp", "random_", "triangular_solve"),
-    *("sign", "floor", "ceil", "round", "square", "integer_pow", "cholesky", "lu", "qr", "geqrf"),
-    *("householder", "svd", "eig", "schur"),
+    *("reduce_", "arg", "select_and", "cumprod", "cumlogsumexp", "random_"),
+    *("sign", "floor", "ceil", "round", "square", "integer_pow", *ALGEBRA),
 )
 # The operands that the results are updates of, where it is not all of them.
 _FIRST = slice(1)
@@ -250,12 +250,14 @@ class States:
 
         These are state, and what state and the flagged results are reached from at their own size,
         with no product in between. A cotangent that is summed up to a bias's gradient is none of
-        them, because its size changes.
+        them, because its size changes. And what linear algebra takes and gives.
         """
         depending = self.flow.depending(jaxpr, depends)
         origins = self.origins(jaxpr, inputs, depends)
         found = {a for a, flag in zip(jaxpr.outvars, outputs, strict=True) if flag and is_var(a)}
         found |= {v for v in depending if origins.get(v, 0) & STATE} | self.steps(jaxpr)
+        algebra = (e for e in jaxpr.eqns if not self.flow.is_call(e) and is_algebra(e))
+        found |= {a for e in algebra for a in (*e.invars, *e.outvars) if is_var(a)}
         for eqn in reversed(jaxpr.eqns):
             results = [v in found for v in eqn.outvars]
             flags = [is_var(a) and a in depending for a in eqn.invars]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit.casting.reading._rounding import is_rounding
+from jmp_kit.programs._algebra import ALGEBRA
 from jmp_kit.programs._axes import REDUCES, reduces
 from jmp_kit.programs._flow import KERNELS, MOVED, PAIRED, SUMS, Flow
 from jmp_kit.programs._jaxpr import (
@@ -19,8 +20,7 @@ from jmp_kit.programs._jaxpr import (
 # What a segment's backward pass does not compute again, for it is small or takes long.
 _COLLECTIVES = ("psum", "pmax", "pmin", "all_", "ppermute", "ragged_all")
 _LOOPS = ("sort", "top_k", "scatter", "cum", "while", "scan", "random_")
-_SOLVERS = ("cholesky", "triangular_solve", "lu", "qr", "geqrf", "svd", "eig", "schur", "fft")
-_KEPT = ("reduce_", "argm", *_LOOPS, *_SOLVERS, *KERNELS, *_COLLECTIVES)
+_KEPT = ("reduce_", "argm", "fft", *_LOOPS, *ALGEBRA, *KERNELS, *_COLLECTIVES)
 # The derivative of an extremum compares it with what it is one of: both computed again, or a last
 # bit between them would lose the gradient. The third is no reduction.
 _NOT_KEPT = ("reduce_max", "reduce_min", "reduce_precision")

@@ -8,6 +8,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_kit.casting.reading._parts import fixed_scans_first, living, parts_of, without_the_dead
 from jmp_kit.casting.recomputing._repeat import repeating
 from jmp_kit.casting.rewriting._across import over_axes
+from jmp_kit.casting.rewriting._algebra import with_exact_algebra
 from jmp_kit.casting.rewriting._apiece import apiece
 from jmp_kit.casting.rewriting._chosen import asked
 from jmp_kit.casting.rewriting._deviations import without_their_sums
@@ -25,6 +26,7 @@ from jmp_kit.casting.rewriting._sunk import sunk
 from jmp_kit.casting.rewriting._turned import fronted, turned, with_filters_in_half
 from jmp_kit.casting.rewriting._undone import undone
 from jmp_kit.casting.rewriting._unmoved import without_round_trips
+from jmp_kit.programs._algebra import is_algebra
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import uses_of
 from jmp_kit.programs._marks import as_backward, is_backward, is_rematerialised, stack_of
@@ -64,8 +66,9 @@ def repeated(
       half: the dtype of products without a mark.
       closed: the integers that it closes over.
     """
-    if price is not None and is_gradient(jaxpr):
+    if (price is not None and is_gradient(jaxpr)) or any(map(is_algebra, jaxpr.eqns)):
         jaxpr = without_the_dead(inlined(jaxpr))
+    jaxpr = with_exact_algebra(jaxpr, flow)
     if price is None or not is_gradient(jaxpr):
         jaxpr = fixed_scans_first(jaxpr, flow, depends)
         return jaxpr, parts_of(jaxpr.eqns, flow)
