@@ -4,10 +4,24 @@ from jax.extend.core import JaxprEqn
 
 from jmp_kit.programs._jaxpr import names_within
 
+# What solves to the precision that it was asked for, which half has not: JAX's, and Lineax's.
+SOLVES = ("custom_linear_solve", "linear_solve")
+
 # How the names of these primitives begin.
 ALGEBRA: tuple[str, ...] = (
-    *("cholesky", "custom_linear_solve", "eig", "geqp", "geqrf", "hessenberg", "householder", "lu"),
-    *("ormqr", "qr", "schur", "svd", "triangular_solve", "tridiagonal"),
+    *(
+        "cholesky",
+        "eig",
+        "geqp",
+        "geqrf",
+        "hessenberg",
+        "householder",
+        "lu",
+        "ormqr",
+        "qr",
+        "schur",
+    ),
+    *("svd", "triangular_solve", "tridiagonal", *SOLVES),
 )
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
+from jmp_kit.programs._algebra import SOLVES
 from jmp_kit.programs._jaxpr import (
     is_float32,
     is_var,
@@ -25,9 +26,6 @@ ragged products."""
 
 # What libraries compute as one, attention say.
 KERNELS = ("dot_product_attention", "cudnn_fusion", "pallas_call", "ffi_call")
-
-# What solves to the precision that it was asked for, which half has not.
-SOLVES = ("custom_linear_solve",)
 
 # Calls that only call, what `jax.checkpoint` wraps in a forward pass say: of JAX 0.10, and later.
 OPEN_CALLS = ("closed_call", "eval_jaxpr")

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jmp_kit import autocast
 from tests.casting.test_zoo import distance, products_of
@@ -150,6 +152,70 @@ def test_it_composes():
     assert distance(jax.vmap(jax.grad(half), (0, None))(many, X), wanted) < 0.02
     loss, pullback = jax.vjp(lambda w: half(w, X) * 3, W)
     assert distance(pullback(loss)[0], 3 * loss * wanted[0]) < 0.02
+
+
+def sees_what_moves(w, x):
+    """A rule that makes no slope of what does not move."""
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+    def f(x, w, sign):
+        return sign * jnp.tanh(x @ w)
+
+    @functools.partial(f.defjvp, symbolic_zeros=True)
+    def rule(sign, primals, tangents):
+        x, w = primals
+        slopes = [
+            0 if type(t) is SymbolicZero else t @ w if t.shape == x.shape else x @ t
+            for t in tangents
+        ]
+        MOVED.append([type(t) is not SymbolicZero for t in tangents])
+        y = f(x, w, sign)
+        return y, sign * (1 - y**2) * sum(slopes)
+
+    return jnp.sum(f(x, w, -1.0) ** 2)
+
+
+def loops_in_its_rule(w, x):
+    """There is no way back through such a loop."""
+
+    def loop(w, x):
+        def step(state):
+            return state[0] + 1, jnp.tanh(state[1] @ w)
+
+        return jnp.sum(lax.while_loop(lambda state: state[0] < 4, step, (0, x))[1] ** 2)
+
+    f = jax.custom_jvp(loop)
+    f.defjvp(functools.partial(jax.jvp, loop))
+    return f(w, x)
+
+
+MOVED: list[list[bool]] = []
+FORWARD = {
+    "jvp": lambda f: lambda w, x: jax.jvp(lambda w: f(w, x), (w,), (w,))[1],
+    "jacfwd": jax.jacfwd,
+    "compiled": lambda f: jax.jit(jax.jacfwd(f)),
+    "mapped": lambda f: lambda w, x: jax.vmap(jax.jacfwd(f), (0, None))(jnp.stack([w, -w]), x),
+    "by the other": lambda f: jax.jacfwd(f, 1),
+}
+
+
+@pytest.mark.parametrize("way", FORWARD.values(), ids=FORWARD)
+@pytest.mark.parametrize("fun", [sees_what_moves, loops_in_its_rule])
+def test_a_rule_for_slopes_leaves_forward_mode(fun, way):
+    half = autocast(fun, "mixed_bfloat16")
+    assert distance(way(half)(W / 4, X), way(fun)(W / 4, X)) < 0.02
+
+
+def test_a_rule_is_told_what_moves():
+    half = autocast(sees_what_moves, "mixed_bfloat16")
+    jax.jvp(lambda w: half(w, X), (W,), (W,))
+    assert MOVED[-1] == [False, True]  # and before, to see whether it can be called
+
+
+def test_a_rule_for_slopes_has_second_derivatives():
+    half = autocast(sees_what_moves, "mixed_bfloat16")
+    assert distance(jax.hessian(half)(W, X), jax.hessian(sees_what_moves)(W, X)) < 0.05
+    assert distance(jax.grad(half)(W, X), jax.grad(sees_what_moves)(W, X)) < 0.02
 
 
 def test_outputs_of_several_dtypes_and_arguments_that_have_no_derivative():

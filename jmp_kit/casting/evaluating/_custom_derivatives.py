@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
 from jmp_kit.casting.evaluating._site import Site
@@ -51,26 +52,27 @@ def custom_jvp(site: Site) -> Sequence[Any]:
     constants, given = site.operands[:closed], site.operands[closed:]
     call = jax.custom_jvp(functools.partial(site.inside(), *constants))
     call_as_traced, dtypes = as_traced(site.eqn)
-    smooth = [i for i, a in enumerate(site.eqn.invars) if i >= closed and is_smooth(a.aval)]
     n_in, outputs = len(site.operands), [var.aval for var in site.eqn.outvars]
     known = site.call.known
 
-    @call.defjvp
+    @functools.partial(call.defjvp, symbolic_zeros=True)
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [i for i, x in enumerate(tangents, closed) if not isinstance(x, SymbolicZero)]
+
         def both(*args: Any) -> list[Any]:
-            slopes = [no_tangent(x) for x in primals]
-            for i, slope in zip(smooth, args[n_in:], strict=True):
-                slopes[i - closed] = slope
-            function = functools.partial(call_as_traced, *args[:closed])
-            values, slopes = jax.jvp(function, args[closed:n_in], tuple(slopes))
+            def of_moving(*given: Any) -> Sequence[Any]:
+                filled = dict(enumerate(args[:n_in])) | dict(zip(moving, given, strict=True))
+                return call_as_traced(*filled.values())
+
+            values, slopes = jax.jvp(of_moving, tuple(args[i] for i in moving), args[n_in:])
             return [*values, *_of_smooth(slopes, outputs)]
 
         results, _ = site.traced_and_run(
             both,
-            [*constants, *primals, *(tangents[i - closed] for i in smooth)],
-            [*dtypes, *(dtypes[i] for i in smooth)],
-            [*known.depends, *(known.depends[i] for i in smooth)],
-            [*known.origins, *(known.origins[i] for i in smooth)],
+            [*constants, *primals, *(tangents[i - closed] for i in moving)],
+            [*dtypes, *(dtypes[i] for i in moving)],
+            [*known.depends, *(known.depends[i] for i in moving)],
+            [*known.origins, *(known.origins[i] for i in moving)],
             [
                 *known.whole,
                 *(w for w, a in zip(known.whole, outputs, strict=True) if is_smooth(a)),

@@ -205,17 +205,24 @@ def _definition(eqn: JaxprEqn) -> Hashable:
 
 
 def _is_bound(eqn: JaxprEqn) -> bool:
-    if eqn.params.get("symbolic_zeros"):
+    is_forward = eqn.primitive.name == "custom_jvp_call"
+    if eqn.params.get("symbolic_zeros") and not is_forward:
         return True
     function, _ = as_traced(eqn)
     closed = closed_over(eqn)
 
-    def pulled_back(*args: Any) -> Any:
-        values, pullback = jax.vjp(functools.partial(function, *args[:closed]), *args[closed:])
-        return pullback([jnp.ones_like(x) if is_smooth(x) else no_tangent(x) for x in values])
+    def slopes(values: Sequence[Any]) -> list[Any]:
+        return [jnp.ones_like(x) if is_smooth(x) else no_tangent(x) for x in values]
+
+    def differentiated(*args: Any) -> Any:
+        of_others = functools.partial(function, *args[:closed])
+        if is_forward:  # there may be no way back, through a loop that ends by itself say
+            return jax.jvp(of_others, args[closed:], tuple(slopes(args[closed:])))
+        values, pullback = jax.vjp(of_others, *args[closed:])
+        return pullback(slopes(values))
 
     try:
-        program = jax.make_jaxpr(pulled_back)(*(atom.aval for atom in eqn.invars))
+        program = jax.make_jaxpr(differentiated)(*(atom.aval for atom in eqn.invars))
     except Exception:  # the rule's own, of whatever kind: when it is called, it says so itself
         return True
     return any(isinstance(x, jax.core.Tracer) for x in opened(program)[1])
