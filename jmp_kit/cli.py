@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -19,6 +20,8 @@ from jmp_kit import checkpoint, numerics
 from jmp_kit._version import __version__
 
 _OK, _FAILED, _CANNOT = 0, 1, 2
+
+_FIGURES = (".png", ".svg", ".pdf")
 
 _EXIT_CODES = """\
 exit codes:
@@ -87,6 +90,11 @@ def _audit(options: argparse.Namespace) -> tuple[Any, int]:
 
 def _compare(options: argparse.Namespace) -> tuple[Any, int]:
     program = _program(options.program)
+    if len(program) == 1:
+        raise ValueError(
+            f"{options.program} returned a function alone: return with it what its gradient is "
+            "taken by, and its other arguments: loss_fn, params, *batch"
+        )
     found = numerics.compare(*program, policies=options.policies, steps=options.steps)
     _save(options, numerics.plot_comparison, found)
     # Not finite is within no limit; where there is none, the table says so.
@@ -135,6 +143,10 @@ def _program(name: str) -> tuple[Any, ...]:
     if not callable(make):
         names = ", ".join(n for n, x in vars(found).items() if callable(x) and n[0] != "_")
         raise ValueError(f"{module} has no function {function!r}; it has {names or 'none'}")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise ValueError(f"{name} is to be called with nothing: {error}") from error
     made = make()
     if not (isinstance(made, tuple) and made and callable(made[0])):
         raise ValueError(
@@ -285,7 +297,9 @@ def _parser() -> argparse.ArgumentParser:
         "--loss-scale", type=_positive, default=1.0, metavar="S", help="multiply by it first (1)"
     )
     for plotted in (audit, compare, histogram):
-        plotted.add_argument("--plot", metavar="FILE", help="save a figure: .png, .svg or .pdf")
+        plotted.add_argument(
+            "--plot", type=_figure, metavar="FILE", help="save a figure: .png, .svg or .pdf"
+        )
     return parser
 
 
@@ -297,10 +311,23 @@ def _regex(text: str) -> re.Pattern[str]:
 
 
 def _positive(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not positive and finite")
     return number
+
+
+def _figure(text: str) -> pathlib.Path:
+    """Asked before anything is computed, which would be lost."""
+    path = pathlib.Path(text)
+    if path.suffix not in _FIGURES:
+        raise argparse.ArgumentTypeError(f"{text!r} ends in none of {', '.join(_FIGURES)}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {str(path.parent)!r}")
+    return path
 
 
 if __name__ == "__main__":

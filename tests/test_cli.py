@@ -37,6 +37,12 @@ def raises():
 def no_tuple():
     return loss_fn
 
+def alone():
+    return loss_fn,
+
+def of_options(options):
+    return loss_fn, params, x
+
 constant = 3
 """
 
@@ -140,6 +146,10 @@ def test_histogram(folder, capsys):
         ("programs_of_cli:lost", "has no function 'lost'; it has loss_fn, loss, half"),
         ("programs_of_cli:constant", "has no function 'constant'"),
         ("programs_of_cli:no_tuple", "returned function, but is to return a tuple"),
+        (
+            "programs_of_cli:of_options",
+            "called with nothing: missing a required argument: 'options'",
+        ),
         ("programs_of_cli:raises", "KeyError: 'mine'"),
     ],
 )
@@ -148,6 +158,12 @@ def test_a_program_that_cannot_be_had(folder, capsys, program, words):
     assert (code, output) == (2, "")
     assert words in error
     assert ("Traceback" in error) == (program == "programs_of_cli:raises")
+
+
+def test_nothing_to_compare(folder, capsys):
+    code, output, error = run(capsys, "compare programs_of_cli:alone")
+    assert (code, output) == (2, "")
+    assert "programs_of_cli:alone returned a function alone" in error
 
 
 def test_a_module_that_lacks_another_one_says_so(folder, capsys):
@@ -164,6 +180,9 @@ def test_a_module_that_lacks_another_one_says_so(folder, capsys):
         ("doctor --seconds -1", "-1 is not positive and finite"),
         ("doctor --seconds inf", "inf is not positive and finite"),
         ("doctor --seconds nan", "nan is not positive and finite"),
+        ("doctor --seconds long", "'long' is no number"),
+        ("audit p:f --plot nowhere/a.png", "there is no directory 'nowhere'"),
+        ("compare p:f --plot a.txt", "'a.txt' ends in none of .png, .svg, .pdf"),
         ("histogram run --only *", "'*' is no regular expression"),
         ("audit p:f --level optimised", "invalid choice: 'optimised'"),
         ("compare p:f --steps many", "invalid int value"),

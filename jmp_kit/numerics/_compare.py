@@ -234,7 +234,8 @@ def _check_loss(loss_fn: Callable[..., Any], params: Any, batch: Any) -> None:
 def _check_finite(loss: Any, grads: dict[str, Any]) -> None:
     bad = [name for name, grad in grads.items() if not np.isfinite(np.asarray(grad)).all()]
     if bad or not np.isfinite(float(loss)):
-        where = f"the gradient of {', '.join(bad[:4])}" if bad else "the loss"
+        names = ", ".join(name or "params" for name in bad[:4])  # one array has no name
+        where = f"the gradient of {names}" if bad else "the loss"
         raise ValueError(
             f"In float32 {where} is not finite, so there is nothing to compare with: "
             "numerics.locate_nonfinite(jax.grad(loss_fn), params, *batch) says where it comes from."

@@ -129,6 +129,13 @@ def test_a_scalar_of_parameters():
             ValueError,
             "In float32 the gradient of body is not finite",
         ),
+        (
+            lambda p, x: jnp.sqrt(jnp.sum(0 * p)),
+            jnp.ones(3),
+            {},
+            ValueError,
+            "In float32 the gradient of params is not finite",
+        ),
         (lambda p, x: (p, loss_fn(p, x)), PARAMS, {}, TypeError, "gives a tuple. Pass the loss"),
         (lambda p, x: x, PARAMS, {}, TypeError, r"gives float32\["),
     ],
