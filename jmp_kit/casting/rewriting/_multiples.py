@@ -6,8 +6,8 @@ Attention scales its logits before it adds a bias. The bias's gradient sums up d
 products take scaled: to sum up what is not stored is to make it again, from all that softmax reads.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Var
@@ -15,49 +15,66 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import equations_of, is_float32, is_var, shape_of, uses_of
 
-Uses = Mapping[Var, Sequence[JaxprEqn | None]]
-
-_UNDONE: Mapping[str, Callable[..., Any]] = {"mul": lax.div, "div": lax.mul}
-
 # Beyond, half may hold the value and not the multiple.
 _MOST = 256
+
+
+class Multiple(NamedTuple):
+    """What products take, of what, and by which operation it is made."""
+
+    y: Var
+    x: Var
+    c: Any
+    name: str
+
+    def undone(self, total: Any) -> Any:
+        """Of a sum of y, that of x."""
+        return (lax.div if self.name == "mul" else lax.mul)(total, self.c)
 
 
 def summed_as_stored(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> Jaxpr:
     """The program, such sums of its backward pass taken of the multiples."""
     uses = uses_of(jaxpr)
-    made = {v for e in jaxpr.eqns for v in e.outvars}
-    late = (e for e in jaxpr.eqns if is_late(e) and _is_stored(e, flow, uses))
-    multiples = {e.invars[0]: e for e in late if e.invars[0] in made}
+    late = {v for e in jaxpr.eqns if is_late(e) for v in e.outvars}
+
+    def is_sum(eqn: JaxprEqn | None) -> bool:
+        return eqn is not None and eqn.primitive.name == "reduce_sum" and late >= {*eqn.outvars}
+
+    def is_stored(found: Multiple, eqn: JaxprEqn) -> bool:
+        """Whether products alone take it, and sums alone what it is a multiple of."""
+        sums, takers = [e for e in uses[found.x] if e is not eqn], uses[found.y]
+        is_taken = bool(takers) and all(e is not None and flow.closes(e) for e in takers)
+        return {found.x, found.y} <= late and is_taken and bool(sums) and all(map(is_sum, sums))
+
+    multiples = {
+        found.x: (eqn, found)
+        for eqn in jaxpr.eqns
+        if (found := _multiple(eqn)) and is_stored(found, eqn)
+    }
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        [multiple] = [multiples[a] for a in eqn.invars if is_var(a) and a in multiples] or [None]
-        if multiple is None:
+        taken = [multiples[a] for a in eqn.invars if is_var(a) and a in multiples]
+        if not taken:
             eqns.append(eqn)
-        elif multiple is not eqn:
-            eqns += _of(multiple, eqn)
-        eqns += (multiples[v] for v in eqn.outvars if v in multiples)  # before all that take it
+        for other, found in taken:
+            eqns += _of(found, eqn) if other is not eqn else ()
+        eqns += (multiples[v][0] for v in eqn.outvars if v in multiples)  # before all that take it
     return jaxpr.replace(eqns=eqns) if multiples else jaxpr
 
 
-def _is_stored(eqn: JaxprEqn, flow: Flow, uses: Uses) -> bool:
-    """Whether it is a multiple that products alone take, of what else sums alone take."""
-    if eqn.primitive.name not in _UNDONE:
-        return False
-    (x, c), takers = eqn.invars, uses[eqn.outvars[0]]
-    if not is_var(x) or not is_float32(x) or is_var(c) or shape_of(c):
-        return False
-    if not 1 <= _MOST * abs(c.val) <= _MOST**2:
-        return False
-    sums = [e for e in uses[x] if e is not eqn]
-    is_summed = all(e is not None and e.primitive.name == "reduce_sum" for e in sums)
-    is_taken = all(e is not None and flow.closes(e) for e in takers)
-    return bool(sums and takers and is_summed and is_taken)
+def _multiple(eqn: JaxprEqn) -> Multiple | None:
+    name, values = eqn.primitive.name, list(filter(is_var, eqn.invars))
+    if name not in ("mul", "div") or len(values) != 1 or not is_float32(values[0]):
+        return None
+    [x], [c] = values, [a for a in eqn.invars if not is_var(a)]
+    is_multiple = (name == "mul" or eqn.invars[0] is x) and not shape_of(c)
+    if not is_multiple or not 1 <= _MOST * abs(c.val) <= _MOST**2:
+        return None
+    return Multiple(eqn.outvars[0], x, c.val, name)
 
 
-def _of(multiple: JaxprEqn, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+def _of(multiple: Multiple, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """The sum, taken of the multiple."""
-    [result], c, total = eqn.outvars, multiple.invars[1], Var(eqn.outvars[0].aval)
-    yield eqn.replace(invars=multiple.outvars, outvars=[total])
-    undone = _UNDONE[multiple.primitive.name]
-    yield from equations_of(lambda s: undone(s, c.val), [total], [result], eqn.source_info)
+    [result], total = eqn.outvars, Var(eqn.outvars[0].aval)
+    yield eqn.replace(invars=[multiple.y], outvars=[total])
+    yield from equations_of(multiple.undone, [total], [result], eqn.source_info)

@@ -51,16 +51,17 @@ def drawn(batch=4, time=8, width=32):
 
 def sums_of_multiples(fun, *args):
     eqns = [eqn for eqn, _ in every_equation(jax.make_jaxpr(fun)(*args).jaxpr)]
-    constants = {
-        e.outvars[0] for e in eqns if e.primitive.name in ("mul", "div") and not is_var(e.invars[1])
-    }
+    multiples = [e for e in eqns if e.primitive.name in ("mul", "div")]
+    constants = {e.outvars[0] for e in multiples if not all(map(is_var, e.invars))}
     sums = [e for e in eqns if e.primitive.name == "reduce_sum"]
     return sum(e.invars[0] in constants for e in sums if is_var(e.invars[0]))
 
 
 SCALES = {
     "multiplied": (lambda x: x * 0.25, 1),
+    "a multiple": (lambda x: 0.25 * x, 1),
     "divided": (lambda x: x / 8, 1),
+    "a divisor": (lambda x: 8 / (x + 40), 0),
     "by one": (lambda x: x * -1.0, 1),
     "by too little": (lambda x: x * 1e-6, 0),
     "by what is learned": (lambda x: x * jnp.sum(x) / x.size, 0),
@@ -102,6 +103,16 @@ def test_the_sum_may_come_before_the_multiple():
     args = drawn()[-1], drawn()[0]
     assert sums_of_multiples(of_multiples(fun), *args) == 1
     assert farthest(of_multiples(fun)(*args), fun(*args)) < 1e-6
+
+
+def test_a_forward_pass_sums_up_itself():
+    def fun(x, w):
+        y = jnp.sin(x)
+        return jnp.sum(y, 0), (y * 0.5) @ w
+
+    args = drawn()[-1], drawn()[0]
+    after = rewritten(fun, lambda j: summed_as_stored(j, Flow(PRODUCTS), _rewritten._is_late))
+    assert sums_of_multiples(after, *args) == 0 < sums_of_multiples(of_multiples(fun), *args)
 
 
 def test_gradients_are_as_close():
