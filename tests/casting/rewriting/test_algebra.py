@@ -95,7 +95,7 @@ def test_an_error_is_multiplied_no_more_than_by_hand(operation, way):
         values = [jax.tree.leaves(jax.jit(f)(*args)) for f in found]
         errors.append([farthest([v[0], *v[-2:]], wanted) for v in values])
     hand, ours = np.mean(errors, axis=0)
-    assert ours <= 1.5 * hand
+    assert ours <= 2 * hand
 
 
 @pytest.mark.parametrize("name", ["solve", "inverse", "cholesky", "eigenvalues"])
