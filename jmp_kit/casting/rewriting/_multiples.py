@@ -35,22 +35,24 @@ class Multiple(NamedTuple):
 def summed_as_stored(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> Jaxpr:
     """The program, such sums of its backward pass taken of the multiples."""
     uses = uses_of(jaxpr)
-    late = {v for e in jaxpr.eqns if is_late(e) for v in e.outvars}
-
-    def is_sum(eqn: JaxprEqn | None) -> bool:
-        return eqn is not None and eqn.primitive.name == "reduce_sum" and late >= {*eqn.outvars}
+    maker = {v: e for e in jaxpr.eqns for v in e.outvars}
 
     def is_stored(found: Multiple, eqn: JaxprEqn) -> bool:
         """Whether products alone take it, and sums alone what it is a multiple of."""
         sums, takers = [e for e in uses[found.x] if e is not eqn], uses[found.y]
-        is_taken = bool(takers) and all(e is not None and flow.closes(e) for e in takers)
-        return {found.x, found.y} <= late and is_taken and bool(sums) and all(map(is_sum, sums))
+        is_summed = all(e is not None and e.primitive.name == "reduce_sum" for e in sums)
+        is_taken = all(e is not None and flow.closes(e) for e in takers)
+        if not (sums and takers and is_summed and is_taken and found.x in maker):
+            return False
+        return all(e is not None and is_late(e) for e in (eqn, maker[found.x], *sums))
 
     multiples = {
         found.x: (eqn, found)
         for eqn in jaxpr.eqns
         if (found := _multiple(eqn)) and is_stored(found, eqn)
     }
+    if not multiples:
+        return jaxpr
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         taken = [multiples[a] for a in eqn.invars if is_var(a) and a in multiples]
@@ -59,12 +61,15 @@ def summed_as_stored(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], boo
         for other, found in taken:
             eqns += _of(found, eqn) if other is not eqn else ()
         eqns += (multiples[v][0] for v in eqn.outvars if v in multiples)  # before all that take it
-    return jaxpr.replace(eqns=eqns) if multiples else jaxpr
+    return jaxpr.replace(eqns=eqns)
 
 
 def _multiple(eqn: JaxprEqn) -> Multiple | None:
-    name, values = eqn.primitive.name, list(filter(is_var, eqn.invars))
-    if name not in ("mul", "div") or len(values) != 1 or not is_float32(values[0]):
+    name = eqn.primitive.name
+    if name not in ("mul", "div"):
+        return None
+    values = list(filter(is_var, eqn.invars))
+    if len(values) != 1 or not is_float32(values[0]):
         return None
     [x], [c] = values, [a for a in eqn.invars if not is_var(a)]
     is_multiple = (name == "mul" or eqn.invars[0] is x) and not shape_of(c)
