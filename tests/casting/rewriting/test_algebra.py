@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 from jax import lax
@@ -11,6 +12,8 @@ from jax.scipy.linalg import cho_solve, solve_triangular
 
 from jmp_kit import NoOpLossScale, autocast, full_precision, numerics, value_and_grad
 from tests.casting.rewritten import farthest
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # for Lineax's sake
 
 SIZE = 16
 TARGET = np.sin(np.arange(SIZE, dtype=np.float32))
@@ -61,6 +64,7 @@ OPERATIONS = {
     "solve": squares(lambda k: jnp.linalg.solve(k, TARGET)),
     "triangular": squares(lambda k: solve_triangular(jnp.tril(k), TARGET, lower=True)),
     "conjugate gradients": squares(conjugate_gradients),
+    "lineax": squares(lambda k: lx.linear_solve(lx.MatrixLinearOperator(k), TARGET).value),
     "in a checkpoint": jax.checkpoint(squares(solved_by_cholesky)),
     "in a branch": lambda k: lax.cond(k[0, 0] > 0, squares(solved_by_cholesky), jnp.sum, k),
     "in a scan": lambda k: lax.scan(
