@@ -20,16 +20,15 @@ _MOST = 256
 
 
 class Multiple(NamedTuple):
-    """What products take, of what, and by which operation it is made."""
+    """An equation that makes a multiple, of what, and the constant."""
 
-    y: Var
+    eqn: JaxprEqn
     x: Var
     c: Any
-    name: str
 
     def undone(self, total: Any) -> Any:
-        """Of a sum of y, that of x."""
-        return (lax.div if self.name == "mul" else lax.mul)(total, self.c)
+        """Of a sum of the multiple, that of x."""
+        return (lax.div if self.eqn.primitive.name == "mul" else lax.mul)(total, self.c)
 
 
 def summed_as_stored(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], bool]) -> Jaxpr:
@@ -37,30 +36,27 @@ def summed_as_stored(jaxpr: Jaxpr, flow: Flow, is_late: Callable[[JaxprEqn], boo
     uses = uses_of(jaxpr)
     maker = {v: e for e in jaxpr.eqns for v in e.outvars}
 
-    def is_stored(found: Multiple, eqn: JaxprEqn) -> bool:
+    def is_stored(multiple: Multiple) -> bool:
         """Whether products alone take it, and sums alone what it is a multiple of."""
-        sums, takers = [e for e in uses[found.x] if e is not eqn], uses[found.y]
+        eqn, x, _ = multiple
+        sums, takers = [e for e in uses[x] if e is not eqn], uses[eqn.outvars[0]]
         is_summed = all(e is not None and e.primitive.name == "reduce_sum" for e in sums)
         is_taken = all(e is not None and flow.closes(e) for e in takers)
-        if not (sums and takers and is_summed and is_taken and found.x in maker):
+        if not (sums and takers and is_summed and is_taken and x in maker):
             return False
-        return all(e is not None and is_late(e) for e in (eqn, maker[found.x], *sums))
+        return all(e is not None and is_late(e) for e in (eqn, maker[x], *sums))
 
-    multiples = {
-        found.x: (eqn, found)
-        for eqn in jaxpr.eqns
-        if (found := _multiple(eqn)) and is_stored(found, eqn)
-    }
-    if not multiples:
+    found = {m.x: m for m in filter(None, map(_multiple, jaxpr.eqns)) if is_stored(m)}
+    if not found:
         return jaxpr
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        taken = [multiples[a] for a in eqn.invars if is_var(a) and a in multiples]
-        if not taken:
+        multiples = [found[a] for a in eqn.invars if is_var(a) and a in found]
+        if not multiples:
             eqns.append(eqn)
-        for other, found in taken:
-            eqns += _of(found, eqn) if other is not eqn else ()
-        eqns += (multiples[v][0] for v in eqn.outvars if v in multiples)  # before all that take it
+        for multiple in multiples:
+            eqns += _of(multiple, eqn) if multiple.eqn is not eqn else ()
+        eqns += (found[v].eqn for v in eqn.outvars if v in found)  # before all that take it
     return jaxpr.replace(eqns=eqns)
 
 
@@ -75,11 +71,11 @@ def _multiple(eqn: JaxprEqn) -> Multiple | None:
     is_multiple = (name == "mul" or eqn.invars[0] is x) and not shape_of(c)
     if not is_multiple or not 1 <= _MOST * abs(c.val) <= _MOST**2:
         return None
-    return Multiple(eqn.outvars[0], x, c.val, name)
+    return Multiple(eqn, x, c.val)
 
 
 def _of(multiple: Multiple, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     """The sum, taken of the multiple."""
     [result], total = eqn.outvars, Var(eqn.outvars[0].aval)
-    yield eqn.replace(invars=[multiple.y], outvars=[total])
+    yield eqn.replace(invars=multiple.eqn.outvars, outvars=[total])
     yield from equations_of(multiple.undone, [total], [result], eqn.source_info)
