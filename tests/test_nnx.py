@@ -305,6 +305,49 @@ def test_plain_autocast_of_a_loss_keeps_counts_and_statistics(how):
     assert bits(nnx.state(model, nnx.Param)) == bits(nnx.state(plain, nnx.Param))
 
 
+@pytest.mark.parametrize("how", [lambda f: f, nnx.jit])
+def test_autocast_around_a_gradient(how):
+    """What it returns are variables, and nothing in the model changes."""
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    step = how(jmp_kit.autocast(nnx.value_and_grad(loss_fn), "mixed_bfloat16"))
+    loss, grads = step(model, WORDS)
+    full, exact = nnx.value_and_grad(loss_fn)(model, WORDS)
+    np.testing.assert_allclose(float(loss), float(full), rtol=2e-2)
+    assert jax.tree.structure(grads) == jax.tree.structure(exact)
+    assert 0 < distance(grads, exact) < 2e-2
+    nnx.Optimizer(model, optax.sgd(1e-2), wrt=nnx.Param).update(model, grads)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda model: nnx.state(model),
+        lambda model: nnx.split(model)[1],
+        lambda model: model.kernel,
+        lambda model: nnx.Linear(3, 3, rngs=nnx.Rngs(0)),
+        lambda model: nnx.clone(model),
+    ],
+)
+def test_what_flax_knows_is_returned_as_it_is(returned):
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    output, found = jmp_kit.autocast(lambda m, x: (m(x), returned(m)), "mixed_bfloat16")(
+        model, WORDS
+    )
+    assert output.shape == (2, 6, 4)
+    assert type(found) is type(returned(model))
+    assert jax.tree.structure(found) == jax.tree.structure(returned(model))
+    jax.tree.map(np.testing.assert_array_equal, found, returned(model))
+
+
+def test_a_model_that_is_returned_is_the_one_given():
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    assert jmp_kit.autocast(lambda m: m, "mixed_bfloat16")(model) is model
+
+
 def test_a_state_is_a_tree_of_arrays_as_before():
     graphdef, state = nnx.split(nnx.Linear(16, 4, rngs=nnx.Rngs(0)))
     loss = jmp_kit.autocast(

@@ -128,7 +128,8 @@ class Casting(NamedTuple):
             is_wide = is_array(x) and x.dtype == jnp.float32
             return cast(x, self.policy.output_dtype) if is_wide else x
 
-        return jax.tree.map(leaving, outputs)
+        is_same = self.policy.output_dtype == jnp.float32
+        return outputs if is_same else jax.tree.map(leaving, outputs)  # which copies nnx models
 
     def _program(
         self, function: Callable[..., list[Any]], arrays: Any, paths: list[str]

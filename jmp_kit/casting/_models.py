@@ -100,7 +100,8 @@ def on_models(fun: Callable[..., Any], run: Callable[..., Any], args: Any, kwarg
             for path, was in zip(places, kept, strict=True)
         ]
         changed, outputs = jax.tree.unflatten(structure, leaves)
-        if not untouched:  # what is closed over by a function that JAX traces cannot be set
+        # What is closed over by a function that JAX traces cannot be set.
+        if not untouched or any(map(is_model, jax.tree.leaves(outputs, is_leaf=is_model))):
             _, outputs = nnx.from_tree((changed, outputs), ctxtag=_CONTEXT, is_inner=False)
     return outputs
 
