@@ -28,9 +28,6 @@ from jmp_kit.programs._jaxpr import (
 
 Shape = tuple[int, ...]
 
-# What XLA reads as it lies, cut or turned, where axes are not joined.
-_CUTS = {"transpose", "slice", "rev", "split", "gather", "dynamic_slice"}
-
 
 def of_matrices(piece: Piece, sums: Set[Var]) -> Matrices | None:
     """The piece with one axis in place of all but the last, if these sums over that allow it.
@@ -49,8 +46,7 @@ def of_matrices(piece: Piece, sums: Set[Var]) -> Matrices | None:
     whole = [v for v in taken if shape_of(v)[:-1] == leading and shape_of(v)[-1] > 1]
     joining = _Joining(leading)
     written = list(map(joining.written, rest))
-    is_cut = any(e.primitive.name in _CUTS for e in piece.moved)
-    if is_cut or not there.issuperset(whole) or None in written:
+    if not there.issuperset(whole) or None in written:
         return None
     names = joining.names
     eqns = [e for eqns in written if eqns for e in eqns]

@@ -24,7 +24,10 @@ from jmp_kit.casting.reading._parts import acts
 from jmp_kit.casting.reading._rounding import is_rounding
 from jmp_kit.casting.reading._worth import MOST_CUTS, cuts_before, is_costly
 from jmp_kit.programs._axes import reduces, runs_of
-from jmp_kit.programs._jaxpr import Atom, is_along_rows, is_var, size_of
+from jmp_kit.programs._jaxpr import Atom, is_along_rows, is_var, shape_of, size_of
+
+# What XLA reads as it lies, cut or turned, where axes are not joined.
+_CUTS = {"transpose", "slice", "rev", "split", "gather", "dynamic_slice"}
 
 
 class Pass(NamedTuple):
@@ -96,7 +99,7 @@ class _Grouping:
         has_rows = is_of_rows and any(map(segment.is_row, cone.eqns))
         whole = eqn.invars[0] if reduces(eqn) else root
         is_row = has_rows and self._is_worth_it(cone, whole)
-        is_row &= not any(map(self._is_joined, cone.eqns))
+        is_row &= not any(map(self._is_moved, cone.eqns))
         is_row &= not any(map(self._is_looked_up, cone.sources))
         if not is_row and root not in segment.statistics:
             cone = segment.cone(root, segment.stops | segment.statistics)
@@ -128,9 +131,15 @@ class _Grouping:
         eqns = [e for e in cone.eqns if e.outvars and self.segment.is_big(e.outvars[0])]
         return any(is_var(a) and not self.segment.is_big(a) for e in eqns for a in e.invars)
 
-    def _is_joined(self, eqn: JaxprEqn) -> bool:
-        """Whether it joins values, which XLA does before a kernel of rows, in float32."""
-        return eqn.primitive.name == "concatenate" and self.segment.is_big(eqn.outvars[0])
+    def _is_moved(self, eqn: JaxprEqn) -> bool:
+        """Whether it joins values, which XLA does before a kernel of rows, in float32.
+
+        Or turns or cuts those of several axes, which it tries to cut into tiles in every way: that
+        takes long, and the kernel reads no less.
+        """
+        name, shape = eqn.primitive.name, shape_of(eqn.outvars[0]) if eqn.outvars else ()
+        is_cut = name in _CUTS and len(shape) > 2
+        return (is_cut or name == "concatenate") and self.segment.is_big(eqn.outvars[0])
 
     def _is_looked_up(self, v: Var) -> bool:
         """Whether a kernel of rows would have it written first; others look it up themselves."""

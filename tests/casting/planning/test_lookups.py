@@ -117,7 +117,7 @@ def test_devices_that_share_the_nodes_learn_the_same(loss_fn):
 @pytest.mark.parametrize(
     ("name", "without", "loss_fn", "saved"),  # in bytes of an edge's numbers
     [
-        ("planning._passes._Grouping._is_joined", lambda *_: False, messages, 15),
+        ("planning._passes._Grouping._is_moved", lambda *_: False, messages, 15),
         ("planning._segment.looked_up", lambda _: set(), attending, 12),
         ("rewriting._sunk._SPREADS", set(), messages, 20),
     ],

@@ -131,11 +131,8 @@ def test_what_has_the_sizes_of_other_axes_is_combined_with_those_it_has():
     np.testing.assert_allclose(as_matrices(fun, x, scale), fun(x, scale), rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_read_as_it_lies_is_not_joined():
-    """Cut or turned in half beforehand: joined, it would be copied."""
+def test_what_is_padded_beforehand_is_joined():
     x, _ = given((4, 16, 32), ())
-    assert as_matrices(lambda x: norm(jnp.swapaxes(x, 0, 1)), x, moved="transpose") is None
-    assert as_matrices(lambda x: norm(x[:, :, 16:]), x, moved="slice") is None
     padded = as_matrices(
         lambda x: norm(lax.pad(x, 0.0, [(0, 0, 0), (1, 1, 0), (0, 0, 0)])), x, moved="pad"
     )
@@ -211,6 +208,17 @@ def passes_over_rows(loss_fn, x, monkeypatch):
     monkeypatch.setattr(_written, "of_matrices", spied)
     plans_of(jax.grad(loss_fn), "mixed_bfloat16", WEIGHTS, x)
     return found
+
+
+@pytest.mark.parametrize("x", [X, X.reshape(-1, 32)], ids=["several axes", "two"])
+@pytest.mark.parametrize(
+    "cut", [lambda x: jnp.swapaxes(x, 0, -2), lambda x: x[..., 1:, :], lambda x: x[::-1]]
+)
+def test_rows_that_are_turned_or_cut_are_none_of_a_kernel_but_of_a_matrix(cut, x, monkeypatch):
+    def loss_fn(weights, x):
+        return mean_square(norm(cut(x @ weights["in"])) @ weights["out"])
+
+    assert len(passes_over_rows(loss_fn, x, monkeypatch)) == (2 if x.ndim == 2 else 0)
 
 
 def test_what_is_one_number_everywhere_is_made_where_rows_take_it(monkeypatch):

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 import jmp_kit
 from jmp_kit import autocast
 from jmp_kit.casting import plans_of
-from jmp_kit.casting.planning import _kernels
+from jmp_kit.casting.planning import _kernels, _passes
 from jmp_kit.casting.planning._plan import Barrier, Form, Part
 from jmp_kit.programs import every_equation
 from jmp_kit.programs._jaxpr import constants_of, is_along_rows, opened
@@ -130,6 +130,26 @@ def test_a_bias_is_summed_up_on_an_h200_where_its_cotangent_is_made(function):
         for params in ({**weights, "bias": (3072,)}, weights)
     )
     assert with_bias - without <= 0.1 * 2 * 16384 * 3072
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_a_norm_of_windows_moves_less_on_an_h200_than_a_kernel_of_rows_would(monkeypatch):
+    """As Swin's: images that are shifted, in windows. XLA would try thousands of tilings."""
+
+    def windows(x):
+        b, h, w, c = x.shape
+        x = jnp.roll(x, (-4, -4), (1, 2)).reshape(b, h // 8, 8, w // 8, 8, c)
+        return x.swapaxes(2, 3).reshape(b, h * w // 64, 64, c)
+
+    def loss_fn(params, x):
+        y = x @ params["in"]
+        return mean_square(windows(layer_norm(y) * params["scale"]) @ params["out"])
+
+    shapes = {"in": (256, 256), "scale": (256,), "out": (256, 256)}, (16, 64, 64, 256)
+    found = compiled(loss_fn, *shapes).nbytes
+    monkeypatch.setattr(_passes, "_CUTS", set())
+    assert found <= compiled(loss_fn, *shapes).nbytes - 2 * 16 * 64 * 64 * 256
 
 
 @pytest.mark.filterwarnings("default")
