@@ -1,6 +1,7 @@
 """What `mixed_precision` is given, looked at before anything is lost."""
 
 import inspect
+import warnings
 from typing import Any
 
 import jax
@@ -77,21 +78,33 @@ def refuse_another_within(inner_state: Any, kind: type) -> None:
         )
 
 
-def refuse_accumulation_around() -> None:
-    """Raise where `optax.MultiSteps` initialises what it wraps: one overflow would stay for good.
+def check_around() -> None:
+    """Raise where what wraps it would keep an overflow for good, or hide it from the loss scale.
 
     Only who is calling tells: an optax transformation does not see what is around it.
     """
     frame = inspect.currentframe()
-    while frame and frame.f_code is not optax.MultiSteps.init.__code__:
+    while frame:
+        if frame.f_code is optax.MultiSteps.init.__code__:
+            steps = frame.f_locals["self"]._every_k_schedule(np.int32(0))
+            if not (isinstance(steps, int) and steps == 1):
+                raise ValueError(_ACCUMULATION)
+            warnings.warn(_ACCUMULATION, stacklevel=2)  # nothing is lost but by an overflow
+        if frame.f_code is _APPLY_IF_FINITE:
+            raise ValueError(
+                "optax.apply_if_finite wraps mixed_precision, and puts its state back after a step "
+                "that overflowed: the loss scale would never fall, and each step overflow again. "
+                "Leave apply_if_finite out, for mixed_precision skips such steps itself, or put it "
+                "inside: mixed_precision(optax.apply_if_finite(inner, n), loss_scale)."
+            )
         frame = frame.f_back
-    if frame is None:
-        return
-    steps = frame.f_locals["self"]._every_k_schedule(np.int32(0))
-    if not (isinstance(steps, int) and steps == 1):  # which accumulates nothing
-        raise ValueError(
-            "optax.MultiSteps wraps mixed_precision, so that one gradient that is not finite "
-            "would stay in its accumulator, and no step would be taken any more. Write it the "
-            "other way round: mixed_precision(optax.MultiSteps(inner, k), loss_scale) leaves that "
-            "micro-batch out and goes on."
-        )
+
+
+_APPLY_IF_FINITE = optax.apply_if_finite(optax.identity(), 1).init.__code__
+
+_ACCUMULATION = (
+    "optax.MultiSteps wraps mixed_precision, so that one gradient that is not finite would stay in "
+    "its accumulator, and no step would be taken any more. Write it the other way round: "
+    "mixed_precision(optax.MultiSteps(inner, k), loss_scale) leaves that micro-batch out and goes "
+    "on."
+)

@@ -13,10 +13,10 @@ from jmp_kit._flax import told_to_serialize
 from jmp_kit._loss_scale import LossScale, NoOpLossScale, refuse_class
 from jmp_kit._tree import all_finite, cast_like, is_array, select_tree
 from jmp_kit.optim._checks import (
+    check_around,
     check_kept,
     check_parameters,
     not_a_state,
-    refuse_accumulation_around,
     refuse_another_within,
 )
 from jmp_kit.optim._master import MASTERS, Keep, Master, full_value, is_narrow, widened
@@ -139,8 +139,8 @@ def mixed_precision(
       ValueError: if `master` is unknown, `seed` is no integer, or moments cannot be stored in
         `moment_dtype`. When initialising: if a float16 parameter is to have a remainder, a
         parameter has fewer than 16 bits, `moment_dtype` finds no moments, `inner` holds a
-        `mixed_precision`, or `optax.MultiSteps` or `optax.lookahead` is on the wrong side. When
-        updating: if `params` are missing.
+        `mixed_precision`, or `optax.MultiSteps`, `apply_if_finite` or `lookahead` is on the wrong
+        side. When updating: if `params` are missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, jmp_kit, optax
@@ -215,7 +215,7 @@ def mixed_precision(
 
     def init(params: optax.Params) -> MixedPrecisionState:
         key = jax.random.key(seed, impl=_GENERATOR)
-        refuse_accumulation_around()
+        check_around()
         check_parameters(params, master)
 
         def kept(param: Any, key: Any) -> Any:

@@ -36,7 +36,10 @@ def after_overflows(loss_scale, n, wrap=lambda optimizer: optimizer):
     [
         lambda o: o,
         lambda o: optax.chain(optax.clip(1.0), optax.chain(o, optax.identity())),
-        lambda o: optax.MultiSteps(o, 1),
+        pytest.param(
+            lambda o: optax.MultiSteps(o, 1),
+            marks=pytest.mark.filterwarnings("ignore:optax.MultiSteps wraps"),
+        ),
         lambda o: optax.inject_hyperparams(lambda scale: optax.chain(o, optax.scale(scale)))(1.0),
         lambda o: optax.masked(o, {"w": True}),
     ],

@@ -401,6 +401,26 @@ def test_accumulation_around_it_is_refused(wrap, how):
         how(optimizer.init)({"w": jnp.zeros(2)})
 
 
+def test_accumulation_of_one_step_around_it_is_warned_of():
+    optimizer = optax.MultiSteps(mixed_precision(optax.sgd(1.0), DynamicLossScale()), 1)
+    with pytest.warns(UserWarning, match="would stay in its accumulator"):
+        optimizer.init({"w": jnp.zeros(2)})
+
+
+def test_what_puts_the_loss_scale_back_is_refused():
+    """`optax.apply_if_finite` around it; inside, it sees gradients that are finite."""
+    params = {"w": jnp.zeros(2)}
+    optimizer = optax.apply_if_finite(mixed_precision(optax.sgd(1.0), DynamicLossScale()), 5)
+    with pytest.raises(ValueError, match="the loss scale would never fall"):
+        optimizer.init(params)
+    optimizer = mixed_precision(optax.apply_if_finite(optax.sgd(1.0), 5), DynamicLossScale(8.0))
+    state = optimizer.init(params)
+    _, state = optimizer.update({"w": jnp.full(2, jnp.inf)}, state, params)
+    assert float(jmp_kit.loss_scale_of(state).loss_scale) == 4
+    updates, _ = optimizer.update({"w": jnp.ones(2)}, state, params)
+    assert np.asarray(updates["w"]).tolist() == [-1, -1]
+
+
 def test_one_within_another_is_refused():
     inner = optax.chain(optax.clip(1.0), mixed_precision(optax.sgd(1.0)))
     with pytest.raises(ValueError, match="wraps a mixed_precision.*Wrap the optimizer once"):
