@@ -10,7 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp_kit.numerics._advice import advice_on
 from jmp_kit.numerics._nonfinite import NonFinite, is_floating, kind_of, range_of
-from jmp_kit.numerics._sources import source_of
+from jmp_kit.numerics._sources import is_added, lines_of, source_of
 from jmp_kit.programs import (
     PRODUCTS,
     Body,
@@ -82,6 +82,18 @@ class _Value:
     value: Any
     cause: _Cause | None = None
     paths: frozenset[str] = frozenset()
+    maker: "_Place | None" = None  # of what it is, or is cast from
+
+
+class _Place(NamedTuple):
+    """An equation, and the calls that it is inside of, the outermost first."""
+
+    eqn: JaxprEqn
+    calls: tuple[JaxprEqn, ...]
+
+    @property
+    def source(self) -> str:
+        return str(source_of(*self))
 
 
 class _Site(NamedTuple):
@@ -97,6 +109,15 @@ class _Site(NamedTuple):
     def within(self) -> tuple[JaxprEqn, ...]:
         """The calls that what it calls is inside of."""
         return (*self.calls, self.eqn)
+
+    @property
+    def place(self) -> _Place:
+        """Where its results are made: of a cast that autocast added, where what it casts is."""
+        place = _Place(self.eqn, self.calls)
+        if self.eqn.primitive.name != "convert_element_type":
+            return place
+        is_users = place.source and not is_added(lines_of(self.eqn))
+        return place if is_users else self.operands[0].maker or place
 
 
 class _Search:
@@ -138,9 +159,13 @@ class _Search:
         values = function(*(by_var[v] for v in invars))
         paths: frozenset[str] = frozenset().union(*(x.paths for x in site.operands))
         made_of = frozenset[str]() if eqn.primitive.name in PRODUCTS else paths
-        return [_Value(value, self._cause_of(site, value, paths), made_of) for value in values]
+        place = site.place
+        causes = (self._cause_of(site, place, value, paths) for value in values)
+        return [_Value(v, c, made_of, place) for v, c in zip(values, causes, strict=True)]
 
-    def _cause_of(self, site: _Site, value: Any, paths: frozenset[str]) -> _Cause | None:
+    def _cause_of(
+        self, site: _Site, place: _Place, value: Any, paths: frozenset[str]
+    ) -> _Cause | None:
         kind, kinds = kind_of(value), [kind_of(x.value) for x in site.operands]
         if not kind:
             return None
@@ -149,11 +174,12 @@ class _Search:
         handed_on = any(kinds) and not (kind == "nan" and "nan" not in kinds)
         if first and (handed_on or not first.is_constant):
             return first
-        stack = stack_of(site.eqn, site.calls)
+        stack = stack_of(*place)
         name, operands = site.eqn.primitive.name, [x.value for x in site.operands]
+        is_of_arguments = name in PRODUCTS or not place.source
         record = NonFinite(
-            source=str(source_of(site.eqn, site.calls)),
-            path=names_in(stack) or " ".join(sorted(paths) if name in PRODUCTS else ()),
+            source=place.source,
+            path=names_in(stack) or " ".join(sorted(paths) if is_of_arguments else ()),
             primitive=name,
             kind=kind,
             dtype=str(value.dtype),

@@ -32,21 +32,24 @@ def source_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn] = ()) -> Source:
     Args:
       eqn: an equation.
       calls: the ones that it is inside of, the outermost first. A jitted function of a library is
-        traced once, so inside of it are the lines of who called it first: its call's line holds.
+        traced once, so inside of it are the lines of who called it first: its call's line holds,
+        unless it calls a function of the user's, as `eqx.filter_jit` does.
 
     Of the rules of a custom derivative JAX keeps the line of the call.
     """
-    inside = [*calls, eqn]
-    for i, call in enumerate(calls):
+    lines: list[Source] = []
+    around: set[str] = set()
+    for e in (*calls, eqn):
+        inside = itertools.takewhile(lambda line: line.file not in around, lines_of(e))
+        lines = [*inside, *lines]
         # What autocast calls again holds the lines of a user.
-        names = (name for name in _defined_in(call) if not _is_within(name, ("jmp_kit",)))
-        if any(map(_is_aside, names)):
-            inside = inside[: i + 1]
-            break
-    return innermost([line for e in reversed(inside) for line in _lines(e)])
+        names = (name for name in _defined_in(e) if not _is_within(name, ("jmp_kit",)))
+        around.update(filter(_is_aside, names))
+    return innermost(lines)
 
 
-def _lines(eqn: JaxprEqn) -> list[Source]:
+def lines_of(eqn: JaxprEqn) -> list[Source]:
+    """Those that called one another where it was traced, the innermost first."""
     traceback = eqn.source_info.traceback
     return [Source(f.file_name, f.line_num) for f in traceback.frames] if traceback else []
 

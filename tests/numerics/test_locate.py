@@ -2,6 +2,7 @@
 
 import inspect
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,9 @@ def planted(args, primitive, kind, **expected):
     return register
 
 
-def bad_line(fun):
+def line_with(fun, comment):
     lines, first = inspect.getsourcelines(fun)
-    [number] = [i for i, line in enumerate(lines, start=first) if line.rstrip().endswith("# bad")]
+    [number] = [i for i, line in enumerate(lines, start=first) if line.rstrip().endswith(comment)]
     return f"test_locate.py:{number}"
 
 
@@ -263,7 +264,7 @@ def test_the_planted_line_is_named(name):
     found = locate_nonfinite(fun, *args)
     assert found is not None
     if found.primitive != "argument":
-        assert found.source == bad_line(fun)
+        assert found.source == line_with(fun, "# bad")
     assert {key: getattr(found, key) for key in expected} == expected
     text = str(found)
     assert found.source in text
@@ -382,6 +383,62 @@ def test_a_train_step_that_overflowed():
 def test_a_suggestion_is_made_where_one_is_clear(name, words):
     fun, args, _ = PLANTED[name]
     assert words in locate_nonfinite(fun, *args).suggestion
+
+
+def too_large_in_half(params, x):
+    h = jnp.exp(x @ params["a"])  # too large forward
+    return jnp.sum((h @ params["b"]) ** 2)  # too large backward
+
+
+def one_line(params, x):
+    return jax.value_and_grad(lambda params: 2.0**15 * too_large_in_half(params, x))(params)
+
+
+in_half = jmp_kit.autocast(too_large_in_half, "mixed_float16")
+
+
+@pytest.mark.filterwarnings("ignore:Gradients are computed in float16")
+@pytest.mark.parametrize(
+    ("fun", "size", "comment"),
+    [
+        (in_half, 3.0, "forward"),
+        (jmp_kit.autocast(one_line, "mixed_float16"), 3.0, "forward"),
+        (jmp_kit.value_and_grad(in_half, jmp_kit.StaticLossScale(2.0**15)), 0.9, "backward"),
+        (jax.grad(lambda *args: 2.0**15 * in_half(*args)), 0.9, "backward"),
+    ],
+    ids=["loss", "one line", "loss scale", "jax.grad"],
+)
+def test_of_a_cast_that_autocast_adds_it_is_where_its_operand_is_made(fun, size, comment):
+    params = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}
+    found = locate_nonfinite(fun, params, jnp.full((2, 4), size))
+    assert (found.primitive, found.dtype) == ("convert_element_type", "float16")
+    assert found.source == line_with(too_large_in_half, f"# too large {comment}")
+
+
+def test_of_a_parameter_that_is_cast_the_path_is_named():
+    params = {"a": jnp.full((4, 4), 1e5), "b": jnp.ones((4, 4))}
+    assert locate_nonfinite(in_half, params, jnp.zeros((2, 4))).path == "params/a"
+
+
+@pytest.mark.parametrize(
+    "jit", [jax.jit, eqx.filter_jit, nnx.jit, lambda f: eqx.filter_jit(lambda *args: f(*args))]
+)
+def test_a_function_that_a_library_jits_has_its_own_lines(jit):
+    """Inside another, and of the second of two that take a jitted function of JAX."""
+
+    def norm(x):
+        return jnp.sum(jnp.where(x > 2, x, jnp.log(x - 1)) @ x.T)  # a line of its own
+
+    jitted = jit(norm)
+
+    def loss_fn(x):
+        x = jnp.where(x > 0, x, 1)
+        return jitted(x) + 1
+
+    expected = line_with(norm, "# a line of its own")
+    for fun in (loss_fn, jit(loss_fn), jit(jmp_kit.autocast(loss_fn, "mixed_float16"))):
+        assert locate_nonfinite(fun, X).source == expected
+        assert {p.source for p in jmp_kit.numerics.audit(fun, X).products} == {expected}
 
 
 def test_under_jit_it_is_refused():
