@@ -6,6 +6,7 @@ import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import numpy as np
 import pytest
 from jax import lax
@@ -19,6 +20,10 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")  # for diffrax's sake
 
 W = jax.random.normal(jax.random.key(0), (4, 4)) / 2
 X = jax.random.normal(jax.random.key(1), (3, 4))
+
+
+def in_one_line(fun):
+    return autocast(jax.grad(fun), "mixed_bfloat16")
 
 
 def closed_over_in_backward(w, x):
@@ -204,6 +209,48 @@ FORWARD = {
 def test_a_rule_for_slopes_leaves_forward_mode(fun, way):
     half = autocast(fun, "mixed_bfloat16")
     assert distance(way(half)(W / 4, X), way(fun)(W / 4, X)) < 0.02
+
+
+def solved_densely(curvature, slope):
+    size = slope.size
+    matrix = jax.vmap(curvature)(jnp.eye(size).reshape(size, *slope.shape)).reshape(size, size)
+    return jnp.linalg.solve(matrix.T, slope.reshape(-1)).reshape(slope.shape)
+
+
+def solved_by_lineax(curvature, slope):
+    like = jax.ShapeDtypeStruct(slope.shape, slope.dtype)
+    operator = lx.FunctionLinearOperator(curvature, like, lx.positive_semidefinite_tag)
+    return lx.linear_solve(operator, slope, lx.AutoLinearSolver(well_posed=None)).value
+
+
+@pytest.mark.parametrize("solve", [solved_densely, solved_by_lineax])
+@pytest.mark.parametrize("way", [lambda f: jax.grad(autocast(f, "mixed_bfloat16")), in_one_line])
+def test_where_an_inner_optimum_lies_has_a_gradient(solve, way):
+    """The rule differentiates a gradient, and JAX transposes what it makes of tangents."""
+    w = jax.random.normal(jax.random.key(2), (8, 32)) / 2
+    x = jax.random.normal(jax.random.key(3), (16, 8))
+
+    def cost(v, h):
+        return jnp.mean((h @ v - x[:, :2]) ** 2) + 0.1 * jnp.sum(v**2)
+
+    @jax.custom_jvp
+    def optimum(h):
+        step = jax.grad(cost)
+        return lax.fori_loop(0, 50, lambda _, v: v - 0.3 * step(v, h), jnp.zeros((h.shape[-1], 2)))
+
+    @optimum.defjvp
+    def rule(primals, tangents):
+        (h,), (moving,) = primals, tangents
+        v = optimum(h)
+        _, slope = jax.jvp(lambda h: jax.grad(cost)(v, h), (h,), (moving,))
+        _, curvature = jax.linearize(lambda v: jax.grad(cost)(v, h), v)
+        return v, -solve(curvature, slope)
+
+    def loss_fn(w, x):
+        return jnp.sum(optimum(jnp.tanh(x @ w)) ** 2)
+
+    exact = jax.grad(loss_fn)(w, x)
+    assert distance(way(loss_fn)(w, x), exact) < 3e-2
 
 
 def test_a_rule_is_told_what_moves():

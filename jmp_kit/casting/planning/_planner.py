@@ -63,6 +63,8 @@ class Planner:
     # Whether products without a mark are in float8, if they are large; None: none is.
     float8_by_size: bool | None = None
     once: bool = False  # whether nobody differentiates what is planned
+    # Whether it is what a rule for `jax.jvp` makes, which JAX transposes as it stands.
+    is_transposed: bool = False
     # The integers that the program closes over.
     closed: Mapping[Var, np.ndarray] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -158,6 +160,8 @@ class Planner:
 
         And what is scaled before it is rounded. Others than float32 are what they were traced in.
         """
+        if self.is_transposed:
+            return
         products = [e for e in products if is_float32(e.outvars[0])]
         yield from ((e.outvars[0], np.dtype(np.float32)) for e in products if is_scaled_at_once(e))
         is_repeated = any(e.primitive.name in _LOOPS for e in self.calls)
@@ -277,6 +281,10 @@ class Planner:
                 origins=[*known.origins[:first], *within.origins[-len(eqn.outvars) :]],
             )
             found[0] = condition, inside._inside(eqn, condition, round_again)
+        rule = inside
+        if eqn.primitive.name == "custom_jvp_call":
+            # What is behind a barrier with a tangent JAX takes for linear in it.
+            rule = dataclasses.replace(inside, price=None, is_transposed=True)
         carried = list(loops.carried(inside, eqn, *found[-1])) if found else []
         return Call(
             eqn,
@@ -290,7 +298,7 @@ class Planner:
                 v in program.depending and v not in program.taken and is_float32(v)
                 for v in eqn.outvars
             ],
-            plan_of=inside.plan,
+            plan_of=rule.plan,
         )
 
     def _inside(self, eqn: JaxprEqn, body: Body, known: Known) -> Known:
