@@ -10,7 +10,7 @@ import numpy as np
 def advice_on(primitive: str, kind: str, result: Any, operands: Sequence[Any]) -> str:
     """A sentence for the user, or an empty string where nothing is clear."""
     values = [np.asarray(x, np.float64) for x in operands if _is_real(x)]
-    if not values:
+    if not values or primitive.endswith("callback"):
         return ""
     if not all(np.isfinite(v).all() for v in values):
         return _AMONG_INFINITIES.get(primitive, "") if kind == "nan" else ""

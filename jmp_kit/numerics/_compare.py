@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jmp_kit._grad import value_and_grad
 from jmp_kit._loss_scale import LossScale, NoOpLossScale, StaticLossScale
@@ -81,7 +82,7 @@ def compare(
     loss_fn: Callable[..., Any],
     params: Any,
     *batch: Any,
-    policies: Sequence[Policy | str] = POLICIES,
+    policies: Policy | str | Sequence[Policy | str | DTypeLike] = POLICIES,
     steps: int = 10,
     on_progress: Callable[[str], None] | None = None,
 ) -> Comparison:
@@ -95,7 +96,7 @@ def compare(
     Args:
       loss_fn: (params, *batch) -> a scalar; written in float32.
       params, batch: what it is called with. What is no array (a flag) is constant.
-      policies: what `autocast` takes.
+      policies: what `autocast` takes, one or several.
       steps: how often each is timed.
       on_progress: told what is being done; by default a line on a terminal's standard error.
 
@@ -119,7 +120,8 @@ def compare(
     """
     if steps < 1:
         raise ValueError(f"steps is {steps}, but a median needs at least 1.")
-    read = {str(policy): policy_to_compute(policy) for policy in policies}
+    several = [policies] if isinstance(policies, str | Policy) else policies
+    read = {_name(policy): policy_to_compute(policy) for policy in several}
     tell = on_progress or line
     _check_loss(loss_fn, params, batch)
     loss_of, variables, rest = _on_arrays(loss_fn, params, batch)
@@ -170,6 +172,10 @@ def compare(
 HIGHEST = "float32, highest"
 
 
+def _name(policy: Policy | str | DTypeLike) -> str:
+    return str(policy if isinstance(policy, str | Policy) else np.dtype(policy))
+
+
 def mebibytes(number: float | None) -> str:
     """In as many digits as tell something."""
     if number is None:
@@ -189,11 +195,14 @@ def _on_arrays(
 ) -> tuple[Callable[..., Any], dict[str, Any], dict[int, Any]]:
     """The loss of its parameters by path and of other arrays; what is no array stays."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path((params, batch))
-    names = {
-        i: "/".join(path_names(path[1:]))
+    paths = {
+        i: path[1:]
         for i, (path, x) in enumerate(leaves)
         if path[0].idx == 0 and is_array(x, jnp.inexact)
     }
+    names = {i: "/".join(path_names(path)) for i, path in paths.items()}
+    if len({*names.values()}) < len(names):  # a key may have a slash in it
+        names = {i: jax.tree_util.keystr(path) for i, path in paths.items()}
     rest = {i: x for i, (_, x) in enumerate(leaves) if i not in names and is_array(x)}
     if not names:
         raise ValueError(
@@ -244,20 +253,22 @@ def _check_finite(loss: Any, grads: dict[str, Any]) -> None:
 
 def _errors(found: dict[str, Any], grads: dict[str, Any]) -> tuple[float, float, str, float]:
     """Of a gradient: relative, of the worst leaf and which that is, and the cosine."""
-    leaves = {
-        name: (np.asarray(found[name], np.float64), np.asarray(grad, np.float64))
-        for name, grad in grads.items()
-    }
+    leaves = {name: (_in_double(found[name]), _in_double(grad)) for name, grad in grads.items()}
     each = {name: _distance([a], [b]) for name, (a, b) in leaves.items()}
     worst = max(each, key=lambda name: math.inf if math.isnan(each[name]) else each[name])
     all_a, all_b = ([pair[i] for pair in leaves.values()] for i in (0, 1))
-    inner = sum(float(np.vdot(a, b)) for a, b in leaves.values())
-    cosine = inner / max(_norm(all_a) * _norm(all_b), 1e-300)
-    return _distance(all_a, all_b), each[worst], worst, cosine
+    inner = sum(float(np.vdot(a, b).real) for a, b in leaves.values())
+    error = _distance(all_a, all_b)
+    cosine = inner / max(_norm(all_a) * _norm(all_b), 1e-300) if error else 1.0
+    return error, each[worst], worst, cosine
+
+
+def _in_double(x: Any) -> np.ndarray:
+    return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def _norm(arrays: Sequence[np.ndarray]) -> float:
-    return float(np.sqrt(sum(float(np.vdot(a, a)) for a in arrays)))
+    return float(np.sqrt(sum(float(np.vdot(a, a).real) for a in arrays)))
 
 
 def _distance(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> float:

@@ -22,6 +22,7 @@ from jmp_kit.programs import (
     program_of,
     scan_counts,
     stack_of,
+    subjaxprs,
     where_rows,
 )
 
@@ -186,7 +187,9 @@ class _Search:
             inputs=tuple(range_of(x) for x in operands if is_floating(x)),
             iteration=site.loops,
             backward=is_backward(stack),
-            suggestion=advice_on(name, kind, value, operands),
+            suggestion=_OPAQUE.format(name=name)
+            if list(subjaxprs(site.eqn))
+            else advice_on(name, kind, value, operands),
         )
         return self._cause(record, is_constant=handed_on)
 
@@ -232,6 +235,11 @@ class _Search:
         stacked = enumerate(site.eqn.outvars[n_carry:])
         return [*carry, *(_stack([made[i][k] for i in order], var.aval) for k, var in stacked)]
 
+
+_OPAQUE = (
+    "{name} is looked at as one operation: call locate_nonfinite with the function that it calls, "
+    "and what one call of it takes, to see inside."
+)
 
 _INLINE = ("jit", "pjit", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
 _CALLS: dict[str, Callable[..., list[_Value]]] = {

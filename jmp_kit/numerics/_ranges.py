@@ -39,12 +39,13 @@ class Ranges:
     def __str__(self) -> str:
         cells = [("values", "zeros", "exponents", "flushed", "overflows", "dtype", "path")]
         for row in self.rows:
-            ends = "" if row.lowest is None else f"{row.lowest} to {row.highest}"
+            ends = [] if row.lowest is None else [f"{row.lowest} to {row.highest}"]
+            ends += [f"{row.nonfinite} not finite"] if row.nonfinite else []
             cells.append(
                 (
                     f"{row.size:,}",
                     percent(row.zeros / max(row.size, 1)),
-                    ends + (f", {row.nonfinite} not finite" if row.nonfinite else ""),
+                    ", ".join(ends),
                     percent(row.underflow),
                     percent(row.overflow),
                     row.dtype,
@@ -59,13 +60,13 @@ class Ranges:
         return dataclasses.asdict(self)
 
 
-def ranges(tree: Any, dtype: DTypeLike = jnp.float16, loss_scale: float = 1.0) -> Ranges:
+def ranges(tree: Any, dtype: DTypeLike = jnp.float16, loss_scale: Any = 1.0) -> Ranges:
     """How large and how small the values of each array are, and what a cast loses of them.
 
     Args:
       tree: a pytree: parameters, gradients, a whole checkpoint. Only floating-point arrays count.
       dtype: what would be cast to.
-      loss_scale: by what values are multiplied first.
+      loss_scale: by what values are multiplied first: a number, or a loss scale.
 
     Returns:
       A `Ranges`, which prints as a table.
@@ -80,13 +81,13 @@ def ranges(tree: Any, dtype: DTypeLike = jnp.float16, loss_scale: float = 1.0) -
       >>> row.path, row.lowest, row.highest, round(row.underflow, 2), round(row.overflow, 2)
       ('w', -30, 19, 0.33, 0.33)
     """
-    dtype = floating(dtype)
+    dtype, scale = floating(dtype), float(getattr(loss_scale, "loss_scale", loss_scale))
     rows = [
-        _range("/".join(path_names(path)), leaf, dtype, loss_scale)
+        _range("/".join(path_names(path)), leaf, dtype, scale)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if exponent_histogram(leaf) is not None
     ]
-    return Ranges(str(dtype), loss_scale, tuple(rows))
+    return Ranges(str(dtype), scale, tuple(rows))
 
 
 def _range(path: str, leaf: Any, dtype: np.dtype, loss_scale: float) -> LeafRange:

@@ -35,7 +35,8 @@ def source_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn] = ()) -> Source:
         traced once, so inside of it are the lines of who called it first: its call's line holds,
         unless it calls a function of the user's, as `eqx.filter_jit` does.
 
-    Of the rules of a custom derivative JAX keeps the line of the call.
+    Of the rules of a custom derivative JAX keeps the line of the call. Of a call that a library
+    makes, it is where the function begins that is called.
     """
     lines: list[Source] = []
     around: set[str] = set()
@@ -45,6 +46,8 @@ def source_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn] = ()) -> Source:
         # What autocast calls again holds the lines of a user.
         names = (name for name in _defined_in(e) if not _is_within(name, ("jmp_kit",)))
         around.update(filter(_is_aside, names))
+    begin = (jaxpr.debug_info for jaxpr in subjaxprs(eqn))
+    lines += [Source(d.func_filename, d.func_lineno or 0) for d in begin if d.func_filename]
     return innermost(lines)
 
 

@@ -75,7 +75,7 @@ def watch(every: int = 100) -> optax.GradientTransformation:
         del params
 
         def collect() -> jax.Array:
-            found = jax.tree.leaves(exponent_histogram(updates))
+            found = map(_of_all_devices, jax.tree.leaves(exponent_histogram(updates)))
             # Where there is nothing to watch, there is nothing to join.
             joined = jnp.concatenate([jnp.zeros(0, jnp.int32), *(x.ravel() for x in found)])
             return state.counts + joined.reshape(state.counts.shape).astype(jnp.float32)
@@ -86,6 +86,12 @@ def watch(every: int = 100) -> optax.GradientTransformation:
         return updates, WatchState(state.steps + 1, collected, counts, state.structure)
 
     return optax.GradientTransformation(init, update)
+
+
+def _of_all_devices(count: jax.Array) -> jax.Array:
+    """A count, summed up over the axes along which devices have parts of an array."""
+    axes = tuple(sorted(jax.typeof(count).manual_axis_type.varying))
+    return lax.psum(count, axes) if axes else count
 
 
 def watched(opt_state: Any) -> Any:

@@ -82,6 +82,33 @@ def test_a_gradient_of_zeros_has_no_error():
     assert [row.gradient_error for row in found.rows] == [0] * 4
 
 
+def test_complex_parameters():
+    """Their gradients differ in the imaginary part alone."""
+
+    def loss_fn(params, x):
+        return jnp.sum(jnp.real(1j * params["w"]) * jnp.sin(x @ x))
+
+    x = jax.random.normal(KEYS[0], (8, 8))
+    w = jnp.ones((8, 8), jnp.complex64)
+    [_, row] = compare(loss_fn, {"w": w}, x, policies="mixed_bfloat16", steps=1).rows
+    exact, half = (jax.grad(f)({"w": w}, x) for f in (loss_fn, autocast(loss_fn, row.policy)))
+    error = np.linalg.norm(half["w"] - exact["w"]) / np.linalg.norm(exact["w"])
+    assert row.gradient_error == pytest.approx(error, rel=1e-2)
+    assert 1e-4 < row.gradient_error < 0.1
+
+
+def test_one_policy_a_dtype_and_keys_with_a_slash():
+    params = {"a/b": jnp.eye(4), "a": {"b": 2 * jnp.eye(4)}}
+
+    def loss_fn(params, x):
+        return jnp.sum((x @ params["a/b"] @ params["a"]["b"])[0] ** 2)
+
+    found = compare(loss_fn, params, jnp.eye(4), policies=[jnp.bfloat16], steps=1)
+    assert [row.policy for row in found.rows] == ["float32, highest", "bfloat16"]
+    assert found.rows[0].loss == 4
+    assert [row.cosine for row in found.rows] == [1, 1]
+
+
 def test_what_is_no_array_is_constant():
     def fun(params, x, train, name):
         assert params["activation"] == "tanh"

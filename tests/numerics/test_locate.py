@@ -6,9 +6,11 @@ import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
 import jmp_kit
 from jmp_kit.numerics import locate_nonfinite
@@ -439,6 +441,29 @@ def test_a_function_that_a_library_jits_has_its_own_lines(jit):
     for fun in (loss_fn, jit(loss_fn), jit(jmp_kit.autocast(loss_fn, "mixed_float16"))):
         assert locate_nonfinite(fun, X).source == expected
         assert {p.source for p in jmp_kit.numerics.audit(fun, X).products} == {expected}
+
+
+def test_what_devices_share_is_one_operation():
+    """With the line where it begins, and no advice that is meant for one operation."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+
+    def logarithm(x):  # begins
+        return lax.psum(jnp.log(x), "data")
+
+    mapped = jax.shard_map(
+        logarithm, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
+    )
+    found = locate_nonfinite(mapped, X - 1)
+    assert (found.primitive, found.source) == ("shard_map", line_with(logarithm, "# begins"))
+    assert "looked at as one operation" in found.suggestion
+
+
+def test_of_what_the_host_computes_nothing_is_advised():
+    def on_host(x):
+        return jax.pure_callback(lambda x: np.asarray(x) / 0, x, x)
+
+    with np.errstate(divide="ignore"):
+        assert locate_nonfinite(on_host, X).suggestion == ""
 
 
 def test_under_jit_it_is_refused():

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jmp_kit
 from jmp_kit import numerics
 
 
@@ -35,6 +36,18 @@ def test_what_a_cast_loses(dtype, loss_scale):
     assert ("after scaling by 1024" in text) == (loss_scale == 1024)
     assert "2 not finite" in text
     assert json.loads(json.dumps(found.to_dict()))["rows"][0]["zeros"] == 100
+
+
+@pytest.mark.parametrize("scale", [jnp.float32(8), jmp_kit.StaticLossScale(8.0), 8])
+def test_a_loss_scale_is_a_number_too(scale):
+    found = numerics.ranges({"w": jnp.ones(2)}, loss_scale=scale)
+    assert found == numerics.ranges({"w": jnp.ones(2)}, loss_scale=8.0)
+    assert json.loads(json.dumps(found.to_dict()))["loss_scale"] == 8
+
+
+def test_of_what_is_not_finite_alone_there_is_no_range():
+    text = str(numerics.ranges({"w": jnp.full(2, jnp.nan)}))
+    assert "  2 not finite  " in text
 
 
 def test_nothing_and_only_zeros():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import jmp_kit
 import jmp_kit.checkpoint
@@ -48,6 +49,23 @@ def test_it_sums_the_histograms_of_every_nth_step(every):
     assert (int(state.steps), int(state.collected)) == (7, len(expected))
     assert len(traces) == 1
     assert total_histogram(found).nonzero == 16 * len(expected)
+
+
+def test_parts_of_an_array_on_several_devices_are_counted_together():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    grads = {"w": jnp.arange(48.0).reshape(16, 3), "b": jnp.ones(3)}
+    optimizer = watch(every=2)
+    specs = {"w": PartitionSpec("data"), "b": PartitionSpec()}, PartitionSpec()
+    step = jax.shard_map(
+        lambda grads, state: optimizer.update(grads, state)[1],
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=PartitionSpec(),
+    )
+    state = optimizer.init(grads)
+    for _ in range(2):
+        state = jax.jit(step)(grads, state)
+    jax.tree.map(np.testing.assert_array_equal, watched(state), exponent_histogram(grads))
 
 
 def test_a_skipped_step_is_left_out():
