@@ -10,6 +10,7 @@ masters, moments, loss scale, counts, seeds.
     state = jmp_kit.checkpoint.restore(directory, like=state)
 """
 
+import itertools
 import json
 import pathlib
 import re
@@ -23,8 +24,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from jmp_kit._tree import chosen_sharding, path_names
+from jmp_kit._tree import chosen_sharding
 from jmp_kit.optim import convert_precision
+from jmp_kit.optim._convert import named
 
 
 def restore(
@@ -206,10 +208,10 @@ def _read(path: pathlib.Path, like: Any) -> Any:
         json.loads(structure.read_text())
     except ValueError as error:
         raise ValueError(f"{structure} is no JSON: {error}") from error
-    there = {path_names(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(like)}
+    there, _ = named(like)
 
-    def how(key_path: Any, leaf: Any) -> Any:
-        place: Any = there.get(path_names(key_path))
+    def how(name: Any, leaf: Any) -> Any:
+        place: Any = there.get(name)
         sharding = chosen_sharding(place) if np.shape(place) == tuple(leaf.shape) else None
         if hasattr(place, "dtype") and jnp.issubdtype(place.dtype, jax.dtypes.prng_key):
             # NumPy has no arrays of these.
@@ -221,9 +223,8 @@ def _read(path: pathlib.Path, like: Any) -> Any:
     # The handler itself, for a Checkpointer warns where a manager's item lies one folder down.
     handler, folder = ocp.PyTreeCheckpointHandler(), epath.Path(item)
     try:
-        args = jax.tree_util.tree_map_with_path(
-            how, handler.metadata(folder).tree, is_leaf=lambda node: hasattr(node, "shape")
-        )
+        saved, treedef = named(handler.metadata(folder).tree)
+        args = jax.tree.unflatten(treedef, itertools.starmap(how, saved.items()))
         return handler.restore(folder, args=ocp.args.PyTreeRestore(restore_args=args))
     finally:
         handler.close()

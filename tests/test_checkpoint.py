@@ -61,6 +61,11 @@ def save(directory, *states):
             manager.save(state["step"], args=ocp.args.StandardSave(state))
 
 
+def save_alone(directory, state):
+    with ocp.CheckpointManager(directory) as manager:
+        manager.save(0, args=ocp.args.StandardSave(state))
+
+
 def bits(tree):
     leaves = jax.tree.leaves(tree)
     keys = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in leaves]
@@ -139,9 +144,7 @@ def test_arrays_return_to_their_devices(tmp_path):
             state = jax.tree.map(lambda x: jax.device_put(x, sharding) if x.shape else x, state)
         return state
 
-    saved = start(jnp.float32, sharded=True)
-    with ocp.CheckpointManager(tmp_path) as manager:
-        manager.save(0, args=ocp.args.StandardSave(saved))
+    save_alone(tmp_path, start(jnp.float32, sharded=True))
     for dtype in (jnp.float32, jnp.bfloat16):
         back = restore(tmp_path, start(dtype, sharded=True))
         assert {x.sharding for x in jax.tree.leaves(back) if x.shape} == {sharding}
@@ -149,6 +152,37 @@ def test_arrays_return_to_their_devices(tmp_path):
         assert {len(x.sharding.device_set) for x in jax.tree.leaves(alone)} == {1}
         assert bits(alone) == bits(back)
         jax.jit(optimizer.update)(back["params"], back["opt_state"], back["params"])
+
+
+@pytest.mark.parametrize("around", [lambda o: o, mixed_precision])
+@pytest.mark.parametrize("then", [lambda o: o, mixed_precision])
+def test_random_keys_and_places_with_and_without_mixed_precision(around, then, tmp_path):
+    """`optax.add_noise` has a typed key, which NumPy has not, in its state."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+
+    def start(wrap):
+        params = {"w": jax.device_put(jnp.ones(16), sharding)}
+        inner = optax.chain(optax.add_noise(0.1, 0.5, 3), optax.adam(1e-2))
+        return {"params": params, "opt_state": wrap(inner).init(params)}
+
+    save_alone(tmp_path, start(around))
+    back = restore(tmp_path, start(then))
+    assert bits(back) == bits(start(then))
+    assert {x.sharding for x in jax.tree.leaves(back) if x.shape} == {sharding}
+
+
+def test_numbers_of_numpy_come_back_as_they_were(tmp_path):
+    state = {"params": {"w": jnp.ones(2)}, "best": np.float32(3), "seen": np.int64(7)}
+    save_alone(tmp_path, state)
+    back = restore(tmp_path, state)
+    assert [type(back[name]) for name in ("best", "seen")] == [np.float32, np.int64]
+
+
+def test_functions_in_a_model_are_not_missed(tmp_path):
+    save_alone(tmp_path, {"params": {"w": jnp.ones(2)}})
+    with pytest.raises(ValueError, match=r"missing: params/act(.|\n)*Functions are not saved"):
+        restore(tmp_path, {"params": {"w": jnp.ones(2), "act": jnp.tanh}})
 
 
 @pytest.fixture(scope="module")

@@ -71,8 +71,8 @@ def convert_precision(
       Array([ True,  True], dtype=bool)
     """
     where = (params,) if isinstance(params, str) else tuple(params)
-    found, _ = _named(state)
-    wanted, treedef = _named(like)
+    found, _ = named(state)
+    wanted, treedef = named(like)
     _check_same_training(found, wanted)
     if _same_form(found, wanted):
         leaves = [_placed(name, found[name], leaf) for name, leaf in wanted.items()]
@@ -92,20 +92,21 @@ def convert_precision(
         else:
             value, is_exact = _cast(found.get(name, leaf), leaf)
         if not is_exact:
-            lost.append(f"{_join(name)} ({found[name].dtype} to {leaf.dtype})")
+            beyond = ", beyond its range" if _is_beyond(found[name], leaf.dtype) else ""
+            lost.append(f"{_join(name)} ({found[name].dtype} to {leaf.dtype}{beyond})")
         converted[name] = value
     if lost and exact:
         raise ValueError(
             f"{len(lost)} of {len(wanted)} arrays cannot be kept exactly: {_some(lost)}. Convert "
-            'to master="float32" or "remainder" and to moments in float32, which lose nothing, or '
-            "pass exact=False to round to nearest."
+            'to master="float32" or "remainder" and to moments in float32, which lose nothing, and '
+            "to bfloat16 what is beyond float16's range, or pass exact=False to round to nearest."
         )
     values = {n: masters[p] if (p := _master_of(n)) is not None else converted[n] for n in wanted}
     leaves = [_placed(name, values[name], leaf) for name, leaf in wanted.items()]
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _named(tree: Any) -> tuple[dict[Path, Any], Any]:
+def named(tree: Any) -> tuple[dict[Path, Any], Any]:
     """The leaves by what they are called, with and without `mixed_precision` around them alike."""
     with_path, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {_without_value(path_names(path)): leaf for path, leaf in with_path}
@@ -198,6 +199,14 @@ def _cast(value: Any, like: Any) -> tuple[Any, bool]:
         return cast, _same(cast.astype(value.dtype), value)
 
 
+def _is_beyond(value: Any, dtype: np.dtype) -> bool:
+    """Whether finite values are too large for this floating-point dtype."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return False
+    known = np.asarray(value)[np.isfinite(np.asarray(value))]
+    return bool(np.abs(known).max(initial=0) > jnp.finfo(dtype).max)
+
+
 def _same(a: Any, b: Any) -> bool:
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
@@ -214,7 +223,8 @@ def _placed(name: Path, value: Any, like: Any) -> Any:
     if not hasattr(like, "dtype"):
         return value
     if isinstance(like, np.ndarray | np.generic):
-        return np.asarray(value)
+        array = np.asarray(value)
+        return array if isinstance(like, np.ndarray) else array[()]
     sharding = chosen_sharding(like)
     return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
 
@@ -231,10 +241,12 @@ def _check_same_training(found: dict[Path, Any], wanted: dict[Path, Any]) -> Non
     }
     if any(problems.values()):
         listed = [f"{what}: {_some(names)}" for what, names in problems.items() if names]
+        code = any(callable(wanted[name]) for name in wanted.keys() - found.keys())
+        arrays = "Functions are not saved: leave them out, with eqx.filter(model, eqx.is_array). "
         raise ValueError(
             f"These are not states of the same training; {'; '.join(listed)}. Make `like` with the "
             "model and the optimizer that the other was made with: only dtypes, `master`, "
-            "`moment_dtype` and the loss scale may differ."
+            f"`moment_dtype` and the loss scale may differ. {arrays if code else ''}".rstrip()
         )
 
 
