@@ -1,9 +1,13 @@
 """What a program asks for that its user may not have meant."""
 
+import inspect
+import os
+import pathlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -71,4 +75,12 @@ def _operands(eqn: JaxprEqn) -> set[Any]:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=5)
+    """At the user's line, however deep in this library and in JAX it is found."""
+    level, frame = 1, inspect.currentframe()
+    while frame and frame.f_code.co_filename.startswith(_LIBRARIES):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
+
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_LIBRARIES = tuple(str(path) + os.sep for path in (_PACKAGE, *jax.__path__))

@@ -116,6 +116,13 @@ def test_float16_gradients_without_a_scale_are_warned_of():
         autocast(lambda w: jmp_kit.grad(loss_fn, jmp_kit.NoOpLossScale())(w), "mixed_float16")(w)
 
 
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit, lambda f: jax.vmap(jax.jit(f))])
+def test_a_warning_names_the_line_of_the_call(how):
+    with pytest.warns(UserWarning, match="no loss scale multiplies") as warned:
+        how(autocast(step, "mixed_float16"))(jnp.ones((4, 4, 4)))
+    assert {warning.filename for warning in warned} == {__file__}
+
+
 @pytest.mark.parametrize(
     "fun",
     [
