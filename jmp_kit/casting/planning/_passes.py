@@ -26,7 +26,7 @@ from jmp_kit.casting.reading._worth import MOST_CUTS, cuts_before, is_costly
 from jmp_kit.programs._axes import reduces, runs_of
 from jmp_kit.programs._jaxpr import Atom, is_along_rows, is_var, shape_of, size_of
 
-# What XLA reads as it lies, cut or turned, where axes are not joined.
+# What turns values or takes a part of them.
 _CUTS = {"transpose", "slice", "rev", "split", "gather", "dynamic_slice"}
 
 
