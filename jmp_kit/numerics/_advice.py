@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_kit.numerics._nonfinite import is_floating
+
 
 def advice_on(primitive: str, kind: str, result: Any, operands: Sequence[Any]) -> str:
     """A sentence for the user, or an empty string where nothing is clear."""
@@ -54,4 +56,4 @@ _AMONG_INFINITIES = {
 
 
 def _is_real(x: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    return is_floating(x) and jnp.issubdtype(jnp.result_type(x), jnp.floating)

@@ -124,6 +124,8 @@ class _Site(NamedTuple):
 class _Search:
     def __init__(self) -> None:
         self._count = 0
+        # Of references, why what they hold is not finite. They are kept: an id is no one else's.
+        self._held: dict[int, tuple[Any, _Cause | None]] = {}
 
     def argument(self, value: Any, path: str) -> _Value:
         cause = None
@@ -161,8 +163,14 @@ class _Search:
         paths: frozenset[str] = frozenset().union(*(x.paths for x in site.operands))
         made_of = frozenset[str]() if eqn.primitive.name in PRODUCTS else paths
         place = site.place
+        for ref in (x.value for x in site.operands if isinstance(x.value, jax.Ref)):
+            self._held[id(ref)] = ref, _first(map(self._known, site.operands))
         causes = (self._cause_of(site, place, value, paths) for value in values)
         return [_Value(v, c, made_of, place) for v, c in zip(values, causes, strict=True)]
+
+    def _known(self, x: _Value) -> _Cause | None:
+        """Why a value, or what a reference holds, is not finite."""
+        return x.cause or self._held.get(id(x.value), (None, None))[1]
 
     def _cause_of(
         self, site: _Site, place: _Place, value: Any, paths: frozenset[str]
@@ -170,7 +178,7 @@ class _Search:
         kind, kinds = kind_of(value), [kind_of(x.value) for x in site.operands]
         if not kind:
             return None
-        first = _first(x.cause for x in site.operands)
+        first = _first(map(self._known, site.operands))
         # An infinity that is handed on is the constant's; a NaN made of infinities is not.
         handed_on = any(kinds) and not (kind == "nan" and "nan" not in kinds)
         if first and (handed_on or not first.is_constant):

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -50,8 +51,8 @@ class NonFinite:
 
 
 def is_floating(x: Any) -> bool:
-    """Whether its dtype has infinities."""
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    """Whether it is an array, and no reference to one, whose dtype has infinities."""
+    return not isinstance(x, jax.Ref) and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def kind_of(x: Any) -> str:

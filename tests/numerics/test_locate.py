@@ -260,6 +260,14 @@ def cholesky_of_nothing(x):
     return lax.linalg.cholesky(x.T @ x - jnp.eye(4))  # bad
 
 
+@planted((X,), "log", "inf")
+def reference(x):
+    kept = jax.new_ref(x)
+    kept[...] = kept[...] - 1
+    kept[...] = jnp.log(kept[...])  # bad
+    return kept[...] * 2
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_planted_line_is_named(name):
     fun, args, expected = PLANTED[name]
