@@ -18,6 +18,7 @@ FLOORS = {
     "_flax": 0,
     "_tree": 0,
     "_alike": 0,
+    "_warn": 0,
     "rounding": 1,
     "_policy": 1,
     "_loss_scale": 2,

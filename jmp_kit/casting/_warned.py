@@ -1,18 +1,14 @@
 """What a program asks for that its user may not have meant."""
 
-import inspect
-import os
-import pathlib
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jmp_kit._loss_scale import SCALED
+from jmp_kit._warn import warn
 from jmp_kit.programs._flow import Flow
 from jmp_kit.programs._jaxpr import every_equation
 from jmp_kit.programs._marks import is_backward, marked_dtype, names_in, stack_of
@@ -32,7 +28,7 @@ def warn_of(
     wide = sum(jnp.dtype(jnp.float64) in _operands(eqn) for eqn, _ in products)
     named = zip(arrays, paths_of() if wide else (), strict=False)
     if at_fault := [path for x, path in named if x.dtype == jnp.float64]:
-        _warn(
+        warn(
             f"{wide} of {len(products)} products are in float64, which autocast leaves alone, for "
             f"arguments are: {', '.join(at_fault[:4])}. Cast them, x.astype(jnp.float32), and "
             "products run in half."
@@ -41,7 +37,7 @@ def warn_of(
         other = {d for d in _operands(eqn) if d in _HALVES and d not in halves}
         if other and marked_dtype(eqn) is None:
             where = f" in {names_in(stack)}" if names_in(stack) else ""
-            _warn(
+            warn(
                 f"A product{where} asks for {other.pop()} itself, and the policy for {halves[0]}: "
                 "its operands are cast already, and stay. Leave the module's own dtype= out, or "
                 "give the policy the same."
@@ -55,7 +51,7 @@ def warn_of_unscaled(jaxpr: Jaxpr, flow: Flow, halves: Sequence[np.dtype]) -> No
         is_backward(stack) and SCALED not in stack and marked_dtype(eqn) is None
         for eqn, stack in _products(jaxpr, flow)
     ):
-        _warn(
+        warn(
             "Gradients are computed in float16, of a loss that no loss scale multiplies: those "
             "below 6e-8 are zero. Write jmp_kit.value_and_grad(loss_fn, loss_scale) for "
             "jax.value_and_grad, or compute in bfloat16, which needs no scale."
@@ -72,15 +68,3 @@ def _products(jaxpr: Jaxpr, flow: Flow) -> list[tuple[JaxprEqn, str]]:
 
 def _operands(eqn: JaxprEqn) -> set[Any]:
     return {atom.aval.dtype for atom in eqn.invars}
-
-
-def _warn(message: str) -> None:
-    """At the user's line, however deep in this library and in JAX it is found."""
-    level, frame = 1, inspect.currentframe()
-    while frame and frame.f_code.co_filename.startswith(_LIBRARIES):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
-
-
-_PACKAGE = pathlib.Path(__file__).parents[1]
-_LIBRARIES = tuple(str(path) + os.sep for path in (_PACKAGE, *jax.__path__))

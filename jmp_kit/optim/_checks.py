@@ -1,7 +1,6 @@
 """What `mixed_precision` is given, looked at before anything is lost."""
 
 import inspect
-import warnings
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 
 from jmp_kit._tree import is_array
+from jmp_kit._warn import warn
 from jmp_kit.optim._master import is_narrow
 
 
@@ -89,7 +89,7 @@ def check_around() -> None:
             steps = frame.f_locals["self"]._every_k_schedule(np.int32(0))
             if not (isinstance(steps, int) and steps == 1):
                 raise ValueError(_ACCUMULATION)
-            warnings.warn(_ACCUMULATION, stacklevel=2)  # nothing is lost but by an overflow
+            warn(_ACCUMULATION)  # nothing is lost but by an overflow
         if frame.f_code is _APPLY_IF_FINITE:
             raise ValueError(
                 "optax.apply_if_finite wraps mixed_precision, and puts its state back after a step "

@@ -403,8 +403,9 @@ def test_accumulation_around_it_is_refused(wrap, how):
 
 def test_accumulation_of_one_step_around_it_is_warned_of():
     optimizer = optax.MultiSteps(mixed_precision(optax.sgd(1.0), DynamicLossScale()), 1)
-    with pytest.warns(UserWarning, match="would stay in its accumulator"):
+    with pytest.warns(UserWarning, match="would stay in its accumulator") as warned:
         optimizer.init({"w": jnp.zeros(2)})
+    assert {warning.filename for warning in warned} == {__file__}
 
 
 def test_what_puts_the_loss_scale_back_is_refused():

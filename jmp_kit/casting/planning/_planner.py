@@ -1,7 +1,6 @@
 """Planning: from a program, and what is known where it is called, to what is to become of it."""
 
 import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from jmp_kit._dtypes import stored_dtype
+from jmp_kit._warn import warn
 from jmp_kit.casting.planning import _loops as loops
 from jmp_kit.casting.planning import _plan
 from jmp_kit.casting.planning._alone import with_products_alone
@@ -272,7 +272,7 @@ class Planner:
         found = [(body, inside._inside(eqn, body, known)) for body in bodies]
         if not found:
             where = " in ".join(filter(None, (eqn.primitive.name, scope_of(eqn))))
-            warnings.warn(_UNKNOWN.format(where=where), stacklevel=2)
+            warn(_UNKNOWN.format(where=where))
         if eqn.primitive.name == "while":  # the condition gets what the body makes
             (condition, _), (_, within) = found
             first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
