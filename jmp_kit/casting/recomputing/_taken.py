@@ -16,6 +16,7 @@ from jmp_kit.programs._axes import reduces
 from jmp_kit.programs._flow import MOVED, Flow
 from jmp_kit.programs._jaxpr import (
     constants_of,
+    is_along_rows,
     is_float32,
     is_small,
     is_var,
@@ -139,6 +140,7 @@ class ForwardPass:
         again += 2 * cut if cut > count_of(v) else 0
         # What was looked up for it, say, is looked up again.
         again += sum(map(nbytes_of, self._given(v))) if is_multiplied else 0
+        again += self._read_for_it(v)
         if is_woven and self._is_written_again(v):
             again = nbytes + 2 * sum(map(count_of, self._sources(v)))
         operands = [a for a in self.maker[v].invars if is_var(a)] if v in self.maker else None
@@ -164,6 +166,12 @@ class ForwardPass:
         """What it is made again of."""
         _, sources = traced_back([v], self.maker)
         return {a for a in sources if a in self.early}
+
+    def _read_for_it(self, v: Var) -> int:
+        """What a pass of its own reads to make it again: a maximum along other axes than rows."""
+        eqn = self.maker.get(v)
+        is_passed = eqn is not None and reduces(eqn) and not is_along_rows(eqn)
+        return 2 * sum(map(count_of, filter(is_var, eqn.invars))) if is_passed else 0
 
     def _cut_before(self, v: Var) -> set[Var]:
         """What it is made of that is cut from something larger."""

@@ -173,6 +173,19 @@ def test_exponentials_of_a_softmax_are_computed_once():
     assert count(jax.grad(autocast(loss_fn, "bfloat16")), "exp", *args) == 2
 
 
+@pytest.mark.parametrize("axis", [-1, 1])
+def test_a_maximum_is_kept_where_another_pass_would_find_it_again(axis):
+    """Along rows it is one with what is made of it; others are read for it alone."""
+
+    def loss_fn(w, x):
+        weights = jax.nn.softmax(x @ w, axis)
+        return mean_square((weights * jnp.sin(x)).sum(axis, keepdims=True) * x @ w)
+
+    grad = autocast(jax.grad(loss_fn), "bfloat16")
+    times = count(grad, "reduce_max", jnp.ones((16, 16)), jnp.ones((64, 32, 16)))
+    assert (times == 1) == (axis == 1)
+
+
 @pytest.mark.parametrize("relu", [jax.nn.relu, lambda x: jnp.where(x > 0, jnp.maximum(x, 0), 0)])
 def test_a_relu_is_kept_as_products_take_it(relu):
     """Neither where it is positive, nor what it is the positive part of."""
