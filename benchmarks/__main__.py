@@ -25,6 +25,7 @@ from benchmarks import (
     gpt,
     gpus,
     gradients,
+    held_out,
     language,
     mlp,
     optimizer,
@@ -37,6 +38,7 @@ from benchmarks import (
 
 BENCHMARKS: dict[str, Any] = {
     "programs": programs,
+    "held_out": held_out,
     "gpus": gpus,
     "ceiling": ceiling,
     "mlp": mlp,
@@ -51,7 +53,7 @@ BENCHMARKS: dict[str, Any] = {
     "wire": wire,
 }
 
-IN_FULL_ON_CPUS = (accuracy, gpus, gradients, language, programs, wire)
+IN_FULL_ON_CPUS = (accuracy, gpus, gradients, held_out, language, programs, wire)
 
 
 def main(arguments: list[str] | None = None) -> None:

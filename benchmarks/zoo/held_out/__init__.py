@@ -38,8 +38,8 @@ HELD_OUT = {
     ),
     "points": Sized(images.points, {}, _SMALL | {"count": 64, "near": 4}),
     "speech": Sized(others.speech, {}, _SMALL | {"time": 32, "said": 3, "letters": 64}),
-    "tables": Sized(others.tables, {}, _SMALL | {"heads": 2, "columns": 8}),
+    "tables": Sized(others.tables, {}, _SMALL | {"heads": 2, "columns": 8, "classes": 64}),
     "wanted": Sized(others.wanted, {}, {"batch": 8, "history": 4, "things": 64, "hidden": (32,)}),
     "splines": Sized(others.splines, {}, {"layers": 2, "hidden": 16, "batch": 8, "width": 8}),
-    "agent": Sized(others.agent, {}, {"width": 32, "batch": 2, "time": 3}),
+    "agent": Sized(others.agent, {}, {"width": 32, "batch": 2, "time": 3, "actions": 64}),
 }
