@@ -33,7 +33,16 @@ from jmp_kit.casting.reading._joined import added, joined, streams
 from jmp_kit.casting.reading._parts import acts, is_barrier, split_at
 from jmp_kit.casting.reading._rounding import is_scaled_at_once, rounded_twice
 from jmp_kit.casting.reading._state import STATE, States
-from jmp_kit.casting.reading._worth import is_kept, is_linear, normed, reduced, woven
+from jmp_kit.casting.reading._worth import (
+    MOST_SUMS,
+    ends_of_woven,
+    first_of,
+    is_kept,
+    is_linear,
+    normed,
+    reduced,
+    woven,
+)
 from jmp_kit.casting.rewriting._rewritten import (
     is_gradient,
     repeated,
@@ -233,7 +242,12 @@ class Planner:
             form = Form.PUT if v in program.put else Form.ADDED if v in sums else alone
             return Stored(eqn, self.calls, v, self.half, _plan.ANEW, form)
 
-        return {v: stored(e, v) for e in segment for v in e.outvars if v in found | compared}
+        kept = {v: stored(e, v) for e in segment for v in e.outvars if v in found | compared}
+        fused = {v for v, s in kept.items() if s.form is Form.FUSED}
+        crowded = first_of(ends_of_woven(segment), segment, fused) if program.is_gradient else set()
+        if len(crowded) > MOST_SUMS:
+            kept |= {v: kept[v]._replace(form=Form.APART) for v in crowded}
+        return kept
 
     def _moved(self, program: Program, segment: Sequence[JaxprEqn]) -> set[Var]:
         """What products gave in half, moved."""

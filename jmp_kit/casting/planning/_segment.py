@@ -13,7 +13,15 @@ from jax.extend.core import JaxprEqn, Var
 from jmp_kit.casting.planning._plan import Form, Stored
 from jmp_kit.casting.planning._program import Program
 from jmp_kit.casting.reading._rounding import is_rounding
-from jmp_kit.casting.reading._worth import FEW, ends_of_woven, is_costly, is_kept, looked_up
+from jmp_kit.casting.reading._worth import (
+    FEW,
+    MOST_SUMS,
+    ends_of_woven,
+    first_of,
+    is_costly,
+    is_kept,
+    looked_up,
+)
 from jmp_kit.programs._axes import goes_into, reduces
 from jmp_kit.programs._jaxpr import (
     Atom,
@@ -206,13 +214,12 @@ class Segment:
         return found | {v for v in roots if self.is_row(self.maker[v])}
 
     def _is_in_one_kernel(self, several: Set[Var], segment: Sequence[JaxprEqn]) -> bool:
-        """Whether all that is stored of these are two values at most, each with its sum."""
-        made, stored = set(several), set[Var]()
-        for eqn in segment:
-            if not made.isdisjoint(filter(is_var, eqn.invars)):
-                stored |= self.rounded.intersection(eqn.outvars)
-                made.update(v for v in eqn.outvars if v not in self.rounded)
-        return len(stored) <= 2 and all(self.stored[v].form is Form.FUSED for v in stored)
+        """Whether all that is stored of these is as large, or two values, each with its sum."""
+        stored = first_of(several, segment, self.rounded)
+        forms = {self.stored[v].form for v in stored}
+        sizes = set(map(size_of, stored | several))
+        is_even = forms == {Form.APART} and len(sizes) == 1
+        return is_even or (forms <= {Form.FUSED} and len(stored) <= MOST_SUMS)
 
     def _is_read_less(self, v: Var) -> bool:
         """Whether two who take it move less by a float32 copy than by what it is made of."""

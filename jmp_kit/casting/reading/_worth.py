@@ -1,6 +1,6 @@
 """What of a segment is worth computing twice, and what is worth storing instead."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence, Set
 
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
@@ -39,6 +39,9 @@ _JOINING = {"concatenate", "pad", "dynamic_update_slice", "scatter", "gather"}
 
 # So many values are summed up in registers, by whatever takes their sum.
 FEW = 8
+
+# So many values are made in one kernel with the sum of each.
+MOST_SUMS = 2
 
 # What XLA cuts and joins in a kernel with what it computes, if that is not often in a row.
 CUTS, MOST_CUTS = {"slice", "pad", "concatenate", "split", "rev"}, 8
@@ -153,6 +156,16 @@ def ends_of_woven(segment: Sequence[JaxprEqn]) -> set[Var]:
     ends = {v for v in often if v in joins and size_of(v) == whole}
     others = (e for e in segment if e.primitive.name not in CUTS | SUMS)
     return {a for e in others for a in e.invars if is_var(a) and a in ends}
+
+
+def first_of(several: Set[Var], segment: Sequence[JaxprEqn], stored: Container[Var]) -> set[Var]:
+    """What is stored that is made of these, and of nothing else that is stored and made of them."""
+    made, found = set(several), set[Var]()
+    for eqn in segment:
+        if not made.isdisjoint(filter(is_var, eqn.invars)):
+            found.update(v for v in eqn.outvars if v in stored)
+            made.update(v for v in eqn.outvars if v not in stored)
+    return found
 
 
 def _looks_up_more(eqn: JaxprEqn) -> bool:

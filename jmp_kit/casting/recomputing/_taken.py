@@ -170,8 +170,9 @@ class ForwardPass:
     def _read_for_it(self, v: Var) -> int:
         """What a pass of its own reads to make it again: a maximum along other axes than rows."""
         eqn = self.maker.get(v)
-        is_passed = eqn is not None and reduces(eqn) and not is_along_rows(eqn)
-        return 2 * sum(map(count_of, filter(is_var, eqn.invars))) if is_passed else 0
+        if eqn is None or not reduces(eqn) or is_along_rows(eqn):
+            return 0
+        return 2 * sum(count_of(a) for a in eqn.invars if is_var(a))
 
     def _cut_before(self, v: Var) -> set[Var]:
         """What it is made of that is cut from something larger."""

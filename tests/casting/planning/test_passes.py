@@ -867,6 +867,36 @@ def test_what_an_associative_scan_ends_in_is_not_written_before_two_sums_for_an_
     assert found <= compiled(interpolated, *shapes).nbytes - 2 * 8 * 1024 * 1024
 
 
+def of_three(params, x):
+    """A recurrence whose scan ends in the cotangents of three values, each with its bias."""
+    x = x @ params["in"] + params["bias"]
+    decay, enter = (
+        jax.nn.sigmoid(x @ params[name] + params["bias"]) for name in ("decay", "enter")
+    )
+    change = jnp.sqrt(1 - decay**2) * enter * x
+    _, state = lax.associative_scan(after, (decay, change), axis=1)
+    return mean_square(state @ params["out"])
+
+
+def test_what_an_associative_scan_ends_in_goes_into_three_values_and_not_their_sums():
+    """One kernel makes three values, but no three sums; these take the values as they are stored."""
+    params = {name: jnp.eye(128) for name in ("in", "decay", "enter", "out")}
+    args = params | {"bias": jnp.ones(128)}, jnp.ones((8, 128, 128))
+    assert not between_passes(*args, loss_fn=of_three)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_what_an_associative_scan_ends_in_is_not_written_before_three_values_for_an_h200(
+    monkeypatch,
+):
+    names = ("in", "decay", "enter", "out")
+    shapes = {**dict.fromkeys(names, (1024, 1024)), "bias": (1024,)}, (8, 1024, 1024)
+    found = compiled(of_three, *shapes).nbytes
+    monkeypatch.setattr("jmp_kit.casting.planning._planner.MOST_SUMS", 3)
+    assert found <= compiled(of_three, *shapes).nbytes - 2 * 8 * 1024 * 1024
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
 def test_what_an_associative_scan_is_made_of_is_not_read_again_for_an_h200(monkeypatch):
