@@ -10,11 +10,18 @@ from jmp_kit.casting.planning._matrices import of_matrices
 from jmp_kit.casting.planning._plan import Form, Piece
 from jmp_kit.casting.planning._segment import Segment
 from jmp_kit.casting.planning._shapes import Shaped, in_one_shape
-from jmp_kit.casting.reading._parts import living
+from jmp_kit.casting.reading._parts import barrier_of, living
 from jmp_kit.casting.rewriting._scattered import put_in
 from jmp_kit.programs._axes import reduces
 from jmp_kit.programs._flow import is_exact
-from jmp_kit.programs._jaxpr import is_along_rows, is_float32, is_var, shape_of, traced_back
+from jmp_kit.programs._jaxpr import (
+    Atom,
+    is_along_rows,
+    is_float32,
+    is_var,
+    shape_of,
+    traced_back,
+)
 
 # The libraries' products give rows that are as long as a multiple of this.
 _ALIGNED = 8
@@ -43,6 +50,7 @@ class Writer:
         filled = [program.filled[v] for v in sources if v in program.filled]
         outside = [v for v in sources if v not in program.filled]
         ordered = [e for eqn in (*filled, *ordered) for e in kernels.flattened(eqn)]
+        ordered = [e for eqn in ordered for e in self._of_sums(eqn)]
         [ordered] = living([list(cut_first(ordered, roots, segment.is_big))], roots)
         late = [v for v in sources if is_float32(v) and program.depends(v)]
         ordered = [e for eqn in ordered for e in kernels.begun_late(eqn, program.begun, late)]
@@ -69,6 +77,27 @@ class Writer:
             ordered = [*moved, *kernels.sums(shaped.eqns, found), *shaped.after(roots)]
         ordered = [e for eqn in ordered for e in kernels.own_zeros(eqn)]
         return piece._replace(eqns=ordered, matrices=matrices)
+
+    def _of_sums(self, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+        """The equation; what it sums up is behind a barrier, if it is sums that others take, too.
+
+        XLA makes one sum of a sum of sums, and reads all that was summed up once more.
+        """
+        if eqn.primitive.name == "reduce_sum" and self._is_summed_up(eqn.invars[0]):
+            [of] = eqn.invars
+            there = Var(of.aval)
+            yield barrier_of([of], [there], on_cpus=False)
+            eqn = eqn.replace(invars=[there])
+        yield eqn
+
+    def _is_summed_up(self, v: Atom, is_shared: bool = False) -> bool:
+        eqn = self.segment.maker.get(v) if is_var(v) else None
+        if eqn is None:
+            return False
+        is_shared |= len(self.segment.program.uses[v]) > 1
+        if eqn.primitive.name == "reduce_sum":
+            return is_shared and self.segment.is_big(eqn.invars[0]) and not self.segment.is_big(v)
+        return is_exact(eqn) and self._is_summed_up(eqn.invars[0], is_shared)
 
     def _is_column_sum(self, root: Var) -> bool:
         eqn = self.segment.maker[root]

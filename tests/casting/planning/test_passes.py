@@ -867,6 +867,36 @@ def test_what_an_associative_scan_ends_in_is_not_written_before_two_sums_for_an_
     assert found <= compiled(interpolated, *shapes).nbytes - 2 * 8 * 1024 * 1024
 
 
+def scored(params, x):
+    """What each of a text is worth to all others, with a bias: its cotangent is a sum of sums."""
+    q, k = (jnp.einsum("btc,chd->bhtd", x, params[name]) for name in ("q", "k"))
+    worth = (x @ params["worth"] + params["bias"]).swapaxes(1, 2)[:, :, None]  # [b, h, 1, t]
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) + worth
+    return mean_square(jnp.einsum("bhqk,bhkd->bqhd", jnp.tanh(scores), k))
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(H200.missing), reason=H200.missing or "")
+def test_sums_that_others_take_are_not_summed_up_from_the_start_for_an_h200(monkeypatch):
+    weights = {"q": (256, 4, 64), "k": (256, 4, 64), "worth": (256, 4), "bias": (4,)}
+    shapes = weights, (8, 1024, 256)
+    found = compiled(scored, *shapes).nbytes
+    name = "jmp_kit.casting.planning._written.Writer._of_sums"
+    monkeypatch.setattr(name, lambda _, eqn: iter([eqn]))
+    assert found <= compiled(scored, *shapes).nbytes - 2 * 8 * 1024 * 1024
+
+
+def test_sums_that_others_take_are_behind_a_barrier():
+    shapes = {"q": (8, 4, 8), "k": (8, 4, 8), "worth": (8, 4), "bias": (4,)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    [plan] = plans_of(jax.grad(scored), "mixed_bfloat16", params, jnp.ones((2, 64, 8)))
+    pieces = [p.eqns for step in plan.steps if isinstance(step, Part) for p in step.segment]
+    made = {v: e.primitive.name for eqns in pieces for e in eqns for v in e.outvars}
+    sums = [e for eqns in pieces for e in eqns if e.primitive.name == "reduce_sum"]
+    of_sums = [e for e in sums if made.get(e.invars[0]) == "optimization_barrier"]
+    assert [e.outvars[0].aval.shape for e in of_sums] == [(4,)]
+
+
 def of_three(params, x):
     """A recurrence whose scan ends in the cotangents of three values, each with its bias."""
     x = x @ params["in"] + params["bias"]
@@ -879,7 +909,7 @@ def of_three(params, x):
 
 
 def test_what_an_associative_scan_ends_in_goes_into_three_values_and_not_their_sums():
-    """One kernel makes three values, but no three sums; these take the values as they are stored."""
+    """One kernel makes three values, but no three sums; these take the values as stored."""
     params = {name: jnp.eye(128) for name in ("in", "decay", "enter", "out")}
     args = params | {"bias": jnp.ones(128)}, jnp.ones((8, 128, 128))
     assert not between_passes(*args, loss_fn=of_three)
