@@ -19,6 +19,7 @@ import jmp_kit
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import Loss, Task
 from benchmarks.zoo import ZOO, decoders
+from benchmarks.zoo.held_out import HELD_OUT
 from benchmarks.zoo.sized import Model
 
 # In place of a toy's.
@@ -60,8 +61,8 @@ def run(options: Options) -> list[Row]:
 
 
 def runnable(name: str, **sizes: Any) -> Model:
-    """A toy of the zoo, in other sizes if there are any, with attention that every device has."""
-    sized = ZOO[name]
+    """A toy of either zoo, in other sizes if any, with attention that every device has."""
+    sized = (ZOO | HELD_OUT)[name]
     if sized.make in (decoders.gpt, decoders.llama):
         sizes["attention"] = sized.full.get("attention", _attention)
     return sized.at(tiny=True, **sizes)

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import corpus, gpt, gpt_size, gpus, report, results, torch_gpt
+from benchmarks import corpus, gpt, gpt_size, gpus, held_out, report, results, torch_gpt
 from benchmarks.__main__ import BENCHMARKS, main
 from benchmarks.compiled import product_dtypes, program_bytes
 from benchmarks.deviceless import H200
 from benchmarks.measuring import Contender, measure
 from benchmarks.programs import KERNELS
 from benchmarks.zoo import WIDE, ZOO
+from benchmarks.zoo.held_out import HELD_OUT
 from tests.compiling import quick_or_slow
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -33,6 +34,7 @@ ONLY = {
     "ceiling": "",
     "programs": "libraries.*: mixer: |other ways: resnet: (jmp|mpx)|cast once|remainders$",
     "gpus": "^a100",
+    "held_out": "^the libraries",
     "gradients": "mixer|llama$",
     "accuracy": "float32, highest|float16, mixed|bfloat16 only",
     "language": "mixed_float16",
@@ -70,7 +72,7 @@ def test_it_runs_and_its_table_has_a_row_for_each_contender(name, measured):
     assert rows
     for row in rows:
         assert results.cells(row, BENCHMARKS[name].COLUMNS)[0]
-        refused = name in ("programs", "gpus", "wire") and H200.missing is not None
+        refused = name in ("programs", "gpus", "held_out", "wire") and H200.missing is not None
         assert ("failed" in row) == (refused or (name, row["contender"]) in REFUSED)
         if "step_ms" in row:
             assert row["step_ms"] > 0
@@ -234,7 +236,7 @@ def test_products_and_memory_of_a_compiled_program():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["gtp"], "there is no benchmark 'gtp'; there are programs, gpus, ceiling, mlp"),
+        (["gtp"], "there is no benchmark 'gtp'; there are programs, held_out, gpus, ceiling"),
         (["gpt", "--steps", "0"], "--steps is 0, but a median needs at least 1"),
         (["gpt", "--only", "("], "--only '(' is no regular expression"),
     ],
@@ -322,6 +324,16 @@ def test_the_first_pages_tell_the_best_and_the_worst_model(page, programs):
     assert {row["contender"] for row in rows} == ZOO.keys()
     errors = [row["one_line"] / row["by_hand"] for row in rows]
     assert f"{min(errors):.2f} to {max(errors):.2f} of the error by hand" in said
+
+
+def test_every_model_that_was_held_out_was_compiled_at_first_and_since():
+    file = json.loads(held_out.FIRST.read_text())["results"]["held_out"]
+    newest = report.newest(report.ROOT / "benchmarks" / "results")["held_out"]
+    names = [(kernels, name) for kernels in KERNELS for name in HELD_OUT]
+    for rows in (file["rows"], newest["rows"]):
+        assert [(row["group"], row["contender"]) for row in rows] == names
+    first = [row["one line_bytes_moved_ratio"] for row in file["rows"]]
+    assert [row["first"] for row in newest["rows"]] == first
 
 
 def test_a_recurrent_network_moves_what_its_page_says(programs):

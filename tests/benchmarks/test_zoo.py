@@ -11,6 +11,7 @@ import jmp_kit
 from benchmarks.gradients import drawn, near, runnable
 from benchmarks.zoo import ZOO
 from benchmarks.zoo.experts import Experts
+from benchmarks.zoo.held_out import HELD_OUT
 from jmp_kit import autocast
 from tests.casting.test_zoo import distance
 from tests.compiling import OPTIMISED, quick_or_slow
@@ -19,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.mark.parametrize("tiny", quick_or_slow([True, False], [True]))
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [*ZOO, *HELD_OUT])
 def test_losses_and_gradients_are_float32_by_hand_too(name, tiny):
-    model = ZOO[name].at(tiny)
+    model = (ZOO | HELD_OUT)[name].at(tiny)
     params, rest = jax.eval_shape(lambda: model.task.variables)
     assert {x.dtype for x in jax.tree.leaves((params, rest))} == {jnp.dtype("float32")}
     step = jax.value_and_grad(model.task.loss(jnp.bfloat16), has_aux=True)
@@ -43,7 +44,7 @@ def test_by_hand_the_loss_is_that_of_float32(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [*ZOO, "gated recurrence", "matrix memory", "points"])
 def test_gradients_are_no_farther_from_float32_than_by_hand(name):
     """In four lines and in one. Where words go is decided in float32, as it is by hand."""
     model = runnable(name, batch=8)
