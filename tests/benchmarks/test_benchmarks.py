@@ -336,6 +336,16 @@ def test_every_model_that_was_held_out_was_compiled_at_first_and_since():
     assert [row["first"] for row in newest["rows"]] == first
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_pages_tell_what_came_at_first_of_the_models_that_were_held_out(page):
+    file = json.loads(held_out.FIRST.read_text())["results"]["held_out"]
+    first = [row["one line_bytes_moved_ratio"] for row in file["rows"][: len(HELD_OUT)]]
+    assert (len(first), sum(ratio <= 1 for ratio in first)) == (18, 12)
+    said = " ".join((report.ROOT / page).read_text().split())
+    told = f"twelve moved no more when first compiled, and all {min(first):.2f} to {max(first):.2f}"
+    assert f"Of eighteen more, held out until all were written, {told} times as many" in said
+
+
 def test_a_recurrent_network_moves_what_its_page_says(programs):
     row = programs["XLA's own kernels", "lstm", "jmp_kit, bfloat16, one line"]
     said = " ".join((report.ROOT / "docs/concepts/index.md").read_text().split())
