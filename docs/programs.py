@@ -2,7 +2,7 @@
 
     python docs/programs.py
 
-Everything in the picture is read from the last `benchmarks/results/h200compiled-*.json`.
+Everything in the picture is read from `benchmarks/results/h200compiled-*.json`.
 """
 
 import json
@@ -21,8 +21,9 @@ KERNELS = "XLA's own kernels"
 
 def last_results(folder=ROOT / "benchmarks" / "results"):
     """The rows of the last run of `python -m benchmarks programs` at full size."""
-    newest = max(folder.glob("h200compiled-*.json"))
-    return json.loads(newest.read_text())["results"]["programs"]["rows"]
+    files = sorted(folder.glob("h200compiled-*.json"), reverse=True)
+    results = (json.loads(path.read_text())["results"] for path in files)
+    return next(found["programs"]["rows"] for found in results if "programs" in found)
 
 
 def ratios(rows):
