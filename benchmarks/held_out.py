@@ -9,12 +9,11 @@ import json
 import pathlib
 from collections.abc import Iterator
 
-from benchmarks.programs import BY_HAND, DEVICE, KERNELS, Program, compile_all, compiled_by
+from benchmarks.programs import BY_HAND, KERNELS, Program, compile_all, compiled_by
+from benchmarks.programs import DEVICE as DEVICE
 from benchmarks.results import Column, Options, Row, number
 from benchmarks.training import by_hand, with_jmp_kit
 from benchmarks.zoo.held_out import HELD_OUT
-
-__all__ = ["DEVICE"]
 
 WAYS = {"jmp_kit, bfloat16, one line": "one line", "jmp_kit, bfloat16": "four lines"}
 RATIOS = {"bytes_moved_ratio": "bytes", "temporary_mib_ratio": "memory"}
@@ -50,7 +49,8 @@ def run(options: Options) -> list[Row]:
         else:
             row |= {f"{WAYS[contender]}_{key}": found[key] for key in RATIOS if key in found}
             row["wide"] = max(found["wide"], row.get("wide", 0))
-            row |= {"first": first[group, model]} if (group, model) in first else {}
+            if (group, model) in first:
+                row["first"] = first[group, model]
     return list(rows.values())
 
 

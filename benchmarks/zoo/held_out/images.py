@@ -81,8 +81,8 @@ class Layers(nn.Module):
         return norm()(x)
 
 
-def _position(module: nn.Module, x: jax.Array) -> jax.Array:
-    return x + module.param("position", nn.initializers.normal(0.02), x.shape[1:]).astype(x.dtype)
+def _position(module: nn.Module, x: jax.Array, name: str = "position") -> jax.Array:
+    return x + module.param(name, nn.initializers.normal(0.02), x.shape[1:]).astype(x.dtype)
 
 
 class Text(nn.Module):
@@ -150,17 +150,15 @@ class Masked(nn.Module):
         """[batch, patch, 768] of images, and of noise [batch, patch] that says what is hidden."""
         images, noise = inputs
         order = jnp.argsort(noise, axis=1)[..., None]
-        x = patches(images, 16, self.widths[0], self.dtype)
-        shape = x.shape[1:]
-        x = x + self.param("position", nn.initializers.normal(0.02), shape).astype(x.dtype)
-        x = jnp.take_along_axis(x, order[:, : max(1, shape[0] // 4)], axis=1)
+        x = _position(self, patches(images, 16, self.widths[0], self.dtype))
+        count = x.shape[1]
+        x = jnp.take_along_axis(x, order[:, : max(1, count // 4)], axis=1)
         x = nn.Dense(self.widths[1], dtype=self.dtype)(Layers(self.dtype, self.layers[0])(x))
         hidden = self.param("hidden", nn.initializers.zeros, (1, 1, self.widths[1]))
-        missing = len(x), shape[0] - x.shape[1], self.widths[1]
+        missing = len(x), count - x.shape[1], self.widths[1]
         x = jnp.concatenate([x, jnp.broadcast_to(hidden.astype(x.dtype), missing)], axis=1)
         x = jnp.take_along_axis(x, jnp.argsort(order, axis=1), axis=1)
-        shape = x.shape[1:]
-        x = x + self.param("place", nn.initializers.normal(0.02), shape).astype(x.dtype)
+        x = _position(self, x, "place")
         return nn.Dense(768, dtype=self.dtype)(Layers(self.dtype, self.layers[1])(x))
 
 
